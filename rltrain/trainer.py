@@ -157,8 +157,8 @@ class Trainer:
             with trace.span(f"step {self.step + 1}"):
                 metrics, batch = await self.train_step()
             self.tracker.log_step(self.step, metrics, batch, self.dropped, self.reused)
-            # `require_best` checks that a metric exists. `require_best` is called only after the critic's warm-up,
-            # because the steps of the warm-up have no actor metrics.
+            # `require_best` checks that the metric that selects the best checkpoint exists. `require_best` is called
+            # only after the critic's warm-up, because the steps of the warm-up have no actor metrics.
             if self.step == max(first, self.config.critic.warmup_steps + 1):
                 self.checkpoints.require_best(self.tracker.names())
             for alarm in self.alarms.look(self.step, metrics):

@@ -1,1 +1,4 @@
-"""Processes that generate responses, score them and train models. Importing this package imports no other module."""
+"""Processes that generate responses, score responses and train models.
+
+Importing the package `workers` imports no other module.
+"""

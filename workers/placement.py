@@ -98,10 +98,10 @@ def build_environment_worker(
 
     Args:
         environments: The environments and tools of the run.
-        spawn: Function that takes the number of a worker and starts a process for the worker.
-        number: Number of the environment worker.
-        starts: Number of earlier processes of the worker. The name of the worker contains `starts`, so that the name is
-            unique.
+        spawn: Function that takes the index of a worker and starts a process for the worker.
+        number: Index of the environment worker.
+        starts: Number of earlier processes of the worker. The name of the worker ends with the number of earlier
+            processes, so that the name is unique.
         threaded: Whether the worker runs its trajectories in a separate thread.
     """
     process, name = spawn(number), f"{ENVIRONMENT} {number}.{starts}"
@@ -169,8 +169,8 @@ class Training:
         """For each teacher, in the order of the config, send the teacher's output head to all ranks of the actor."""
         for teacher in self.config.algorithm.distillation.teachers:
             heads = [rank.start(TeacherWorker.output_head) for rank in self.groups[teacher.role].ranks]
-            # Only rank 0 of the teacher returns the output head. The driver passes the pending result of rank 0 to the
-            # actor's ranks without waiting for it, so the driver never receives the output head.
+            # Only rank 0 of the teacher returns the output head. The driver passes the pending result of the teacher's
+            # rank 0 to the actor's ranks without waiting for the result, so the driver never receives the output head.
             head: Any = heads[0].later
             taken = [rank.start(ActorWorker.add_teacher_head, head) for rank in self.groups["actor"].ranks]
             calls: list[Pending[Any]] = [*heads[1:], *taken]
@@ -491,7 +491,7 @@ def _disconnect_from_lost_head() -> None:
 
     If the head's machine has no power or no network, Ray waits for the head until TCP gives up after minutes. If
     `ray.shutdown` has not returned after `_DISCONNECT_S` seconds, this function registers an exit handler that ends the
-    process at once, so that Ray's own exit handler cannot wait for the cluster's head again.
+    process at once. Without this exit handler, Ray's own exit handler would wait for the cluster's head again.
     """
     import ray
 
@@ -680,8 +680,8 @@ def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> Wor
 
     The new worker group has no ranks until the caller sets `WorkerGroup.ranks`. Reward models do not use sequence
     parallelism, so each rank of a reward model gets different rows. The batches of a reward model have no columns in
-    common with the batches of other roles. The batches of all roles except reward models have columns in common, and
-    `shared` puts each of these columns into Ray's object store only once.
+    common with the batches of other roles. The batches of all roles except reward models have columns in common. The
+    registry `shared` puts each column that several roles use into Ray's object store only once.
     """
     if role.startswith(REWARD_MODEL):
         return WorkerGroup([], work_of(role, path))
@@ -689,7 +689,7 @@ def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> Wor
 
 
 def work_of(role: str, path: str) -> RowWork:
-    """Return the numbers of multiply-adds from which the cost of a row in a role's forward pass is estimated.
+    """Return the counts of multiply-adds that estimate the cost of a row in a role's forward pass.
 
     Only the actor, the reference model and the teachers have an output head over the vocabulary.
     """
@@ -730,12 +730,12 @@ def shared_devices(config: Config) -> SharedDevices | None:
 def spawner(
     config: Config, name: str, count: int, *, liveness: Liveness | None = None, devices: SharedDevices | None = None
 ) -> Callable[[int], RayProcess]:
-    """Return a function that takes the number of a worker (such as a training rank) and starts the worker's Ray actor.
+    """Return a function that takes the index of a worker (such as a training rank) and starts the worker's Ray actor.
 
     Args:
         config: The run's whole config.
-        name: Name that all these Ray actors have in messages, such as "training rank". Messages append the number of
-            the Ray actor to `name`.
+        name: Kind of the workers, such as "training rank". In messages, a worker is called by its kind and its index,
+            such as "training rank 0".
         count: Number of Ray actors that the returned function will start.
         liveness: Monitor that observes the processes of the Ray actors.
         devices: GPUs of the Ray actors, one GPU per Ray actor. If `devices` is None, Ray chooses among all GPUs with

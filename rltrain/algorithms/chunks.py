@@ -38,7 +38,7 @@ def chunks(positions: int, words: int, size: int) -> Iterator[tuple[slice, slice
 
 
 def logits(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Compute logits (rows, columns) from hidden states (rows, H) and head rows (columns, H), in a new tensor.
+    """Compute logits (rows, columns) in a new tensor, from hidden states (rows, H) and head weights (columns, H).
 
     The logits are divided by the temperature. The matrix product is computed in the dtype of its factors, as in a
     model's last layer. The result is float64 if the product is float64, and float32 otherwise.

@@ -21,7 +21,7 @@ class FixedKLController:
         """Do nothing: the coefficient is fixed."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state of the controller, which a checkpoint saves."""
+        """Return the part of the controller's state that a checkpoint saves."""
         return {"kl_coef": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -35,7 +35,7 @@ class AdaptiveKLController(FixedKLController):
     e = clip(KL / target - 1, -0.2, 0.2);   kl_coef <- kl_coef * (1 + e * n_steps / horizon)
 
     KL is the divergence measured since the last update, in the unit of `target`. The number n_steps counts the
-    sequences that were processed since the last update. The time constant `horizon` is also a number of sequences.
+    sequences that were processed since the last update. The time constant `horizon` is measured in sequences too.
     """
 
     def __init__(self, kl_coef: float, target: float, horizon: int) -> None:
@@ -79,7 +79,7 @@ class FixedEntropyController:
         """Do nothing: the coefficient is fixed."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state of the controller, which a checkpoint saves."""
+        """Return the part of the controller's state that a checkpoint saves."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class AdaptiveEntropyController(FixedEntropyController):
       upper bound on c, an unreachable target makes the entropy bonus outweigh the reward. `load_state_dict` reduces a
       saved coefficient above `maximum` to `maximum`.
     - If `update` is called after each training step, the entropy of the previous step, not of the current step,
-      switches the bonus on or off.
+      switches the entropy bonus on or off.
     """
 
     def __init__(self, entropy_coef: float, target: float, step: float, maximum: float) -> None:
@@ -125,7 +125,7 @@ class AdaptiveEntropyController(FixedEntropyController):
         self.maximum = float(maximum)
 
     def update(self, entropy: float | Tensor) -> None:
-        """Move the coefficient c by one step so that the entropy approaches `target`, and switch the bonus on or off.
+        """Move the coefficient c one step to bring the entropy to `target`, and switch the entropy bonus on or off.
 
         Raises:
             ValueError: if `entropy` is not finite.
@@ -142,7 +142,7 @@ class AdaptiveEntropyController(FixedEntropyController):
         self.value = self.entropy_coef if entropy <= self.target else 0.0
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state of the controller, which a checkpoint saves."""
+        """Return the part of the controller's state that a checkpoint saves."""
         return {**super().state_dict(), "entropy_coef": self.entropy_coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

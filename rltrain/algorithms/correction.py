@@ -41,10 +41,11 @@ def rollout_correction(
     pi_old(y_t) / pi_rollout(y_t) over the row's trained tokens. The knob `mode` defines what happens to tokens whose
     importance weight w is outside of [lower, upper]:
 
-    - truncate: w is clamped to the bounds and no token is dropped. With lower=0, the result is TIS (truncated
-      importance sampling).
-    - mask: tokens whose w is out of bounds are dropped, and other tokens keep w (IcePop, arXiv 2510.18855). At the
-      levels "sequence" and "geometric", all tokens of a row have the same w, so whole rows are dropped.
+    - truncate: the weight w is clamped to [lower, upper], and no token is dropped. With lower=0, this mode is truncated
+      importance sampling (TIS).
+    - mask: tokens whose weight w is outside of [lower, upper] are dropped, and other tokens keep their weight (IcePop,
+      arXiv 2510.18855). At the levels "sequence" and "geometric", all tokens of a row have the same weight w, so whole
+      rows are dropped.
 
     A value of None for `lower` or `upper` means no bound. If `advantages` A are given, `mode="mask"` drops only tokens
     with A < 0. Tokens that have a negative advantage and are unlikely under the trained policy destabilise training. If

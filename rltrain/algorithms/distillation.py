@@ -32,7 +32,7 @@ def distilled_advantages(
 
     All tensors have the shape (B, T). `taught` is True at the tokens of answers that a teacher has scored. At all
     tokens that are not `taught`, the log-ratio term of A_t is exactly 0, whatever `teacher_log_probs` holds. The
-    log-ratio is clamped to [-20, 20]. The result has no gradient.
+    log-ratio log(pi_T / pi_old) is clamped to [-20, 20]. The returned advantages have no gradient.
     """
     log_ratio = safe_log_ratio(teacher_log_probs.detach(), old_log_probs, as_mask(taught))
     return outcome_coef * as_float(advantages.detach()) + coef * log_ratio
@@ -56,5 +56,5 @@ def sampled_teacher_kl(log_probs: Tensor, old_log_probs: Tensor, teacher_log_pro
     now = masked(log_probs, mask)
     difference = safe_log_ratio(now.detach(), teacher_log_probs, mask)
     weight = safe_log_ratio(now.detach(), old_log_probs, mask).exp() * difference
-    # `now - now.detach()` is 0 and has the gradient of `now`.
+    # `now` holds the policy's log-probs. The difference `now - now.detach()` is 0 and has the gradient of `now`.
     return torch.where(mask, weight + weight * (now - now.detach()), 0)

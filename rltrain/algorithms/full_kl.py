@@ -82,8 +82,9 @@ class _FullKL(torch.autograd.Function):
                 ref_chunk = logits(ref_hidden[rows], ref_head[columns], None, temperature)
                 policy.add(rows, chunk, chunk - ref_chunk)
                 reference.add(rows, ref_chunk)
-        # The KL is policy.mean - (policy.log_sum - reference.log_sum), where each `log_sum` is top + log(total). Using
-        # `top` and `total` instead of `log_sum` avoids the rounding error of each `log_sum`.
+        # The KL is policy.mean - (policy.log_sum - reference.log_sum), where each `log_sum` is top + log(total). The
+        # code below subtracts `top` and divides `total` separately, which avoids the rounding error of computing each
+        # `log_sum`.
         kl = policy.mean - (policy.top - reference.top) - (policy.total / reference.total).log()
         ctx.save_for_backward(hidden, head, ref_hidden, ref_head, policy.log_sum, reference.log_sum, kl)
         ctx.temperature, ctx.size = temperature, size

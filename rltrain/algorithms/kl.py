@@ -94,8 +94,9 @@ def kl_estimate(
     multiplied estimate over samples from pi_old equals the mean of the original estimate over samples from pi.
     Gradients flow not only through the estimate but also through the importance ratio r:
 
-    - The products r k1 and r k3 have exactly the gradient of the reverse KL, which k1 and k3 without r do not have. The
-      product r k3 is the unbiased KL estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
+    - The expected gradient of r k1 and of r k3 is exactly the gradient of the reverse KL. Without the factor r, neither
+      k1 nor k3 has this expected gradient. The product r k3 is the unbiased KL estimate of DeepSeek-V3.2, arXiv
+      2512.02556 eq. 7.
     - The expected gradient of r k2 is the gradient of the mean of k2 over samples from pi, and the expected gradient of
       r |d| is the gradient of the mean of |d| over samples from pi.
     - An estimator whose name ends with "+", such as k3+, already has the complete gradient of the KL, so a gradient
@@ -103,9 +104,9 @@ def kl_estimate(
       with "+", the importance ratio r is detached and only reweights the estimate.
 
     The estimate k3 is clamped to at most 10 nats before it is multiplied by the importance ratio r. At a token where k3
-    is clamped, r k3 is 10 r, and no gradient flows through r = pi / pi_old. If gradient flowed through r at such a
-    token, gradient descent on 10 r would lower log pi even where pi is already far below pi_ref. The log-ratio log r is
-    clamped to [-20, 20].
+    is clamped, the product r k3 equals 10 r, and no gradient flows through the importance ratio r. If gradient flowed
+    through r at such a token, gradient descent on 10 r would lower log pi even where pi is already far below pi_ref.
+    The log-ratio log r is clamped to [-20, 20].
 
     `kl_estimate` takes no mask. At a token with a NaN or inf input, the KL estimate is NaN and has no gradient.
     `aggregate_loss` ignores a NaN in a masked slot; a NaN in a trained slot makes the loss NaN.
@@ -137,10 +138,11 @@ def apply_kl_in_reward(
     kl_coef: float | Tensor,
     kl_estimator: str,
 ) -> Tensor:
-    """Compute the token rewards score_t - kl_coef * kl_t, as in arXiv 1909.08593 eq. 2 if `kl_estimator` is "k1".
+    """Compute the token rewards score_t - kl_coef * kl_t, where kl_t is the KL estimate at token t.
 
-    All tensors have the shape (B, T). The result has no gradient. Masked slots have reward 0, so with `kl_coef` 0 the
-    rewards of a row sum to the row's score.
+    If `kl_estimator` is "k1", the token rewards are those of arXiv 1909.08593 eq. 2. All tensors have the shape (B, T).
+    The returned rewards have no gradient. Masked slots have reward 0, so with `kl_coef` 0 the rewards of a row sum to
+    the row's score.
     """
     mask = as_mask(response_mask)
     kl = masked(kl_estimate(old_log_probs.detach(), ref_log_probs, kl_estimator), mask)

@@ -27,10 +27,10 @@ def positive_nll(
         response_mask: True at trained tokens, (B, T).
         positive_mask: True at the tokens of correct answers, (B, T). Tokens outside `response_mask` are ignored.
         num_positive_tokens: number of trained tokens of correct answers in the whole mini-batch, over all micro-batches
-            and ranks. If `num_positive_tokens` is None, the number is counted from the tokens of this call.
+            and ranks. If `num_positive_tokens` is None, only the tokens in the arguments of this call are counted.
 
     Returns:
-        A 0-dim tensor: the part of L_NLL that the tokens of this call contribute; exactly 0 if no answer is correct.
+        A 0-dim tensor: the part of the loss L_NLL that comes from the given tokens; exactly 0 if no answer is correct.
     """
     counted = as_mask(response_mask) & as_mask(positive_mask)
     return aggregate_loss(-log_probs, counted, "token-mean", num_tokens=num_positive_tokens)

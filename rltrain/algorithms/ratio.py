@@ -45,8 +45,8 @@ def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Te
 def row_log_ratio(log_ratio: Tensor) -> Tensor:
     """Sum the log-ratios of each row, and return the sums (B, 1) without gradient.
 
-    The log-ratios come from `safe_log_ratio`. Each sum is clamped to [-20, 20]. The exponential of a row's sum is the
-    ratio of the whole row, pi(y) / pi_old(y).
+    The log-ratios come from `safe_log_ratio`. The sum of each row is clamped to [-20, 20]. The exponential of the sum
+    is the importance ratio of the whole row, pi(y) / pi_old(y).
     """
     return log_ratio.detach().sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 

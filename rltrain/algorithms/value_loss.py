@@ -15,9 +15,9 @@ def value_loss(
 
     V are the critic's current values, V_old are the values that were computed when the batch was collected, and R are
     the returns. The bound c is the knob `clip_range_value`; with c = inf, values are not clipped. The squared error
-    comes from arXiv 1707.06347 eq. 9. The clipping of the values does not come from arXiv 1707.06347, but from the code
-    of its authors (arXiv 2005.12729). Only `values` gets a gradient, which is 0 where the clipped branch of the max is
-    larger.
+    comes from arXiv 1707.06347 eq. 9. The clipping of the values comes from the code of the authors of arXiv 1707.06347
+    (see arXiv 2005.12729), not from the paper itself. Only `values` gets a gradient. The gradient is 0 where the
+    squared error of the clipped value is larger than the squared error of the unclipped value.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction`, `value_mean` and `return_mean`.

@@ -36,7 +36,7 @@ def _home() -> Path | None:
     """Return the user's home folder, or None if the user has no home folder and none can be created."""
     try:
         home = Path.home()
-    except RuntimeError:  # HOME is not set, and the system does not know the user.
+    except RuntimeError:  # `Path.home` fails if HOME is not set and the system does not know the user.
         return None
     return home if os.path.isdir(home) or _is_writable(home) else None
 

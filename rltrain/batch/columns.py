@@ -132,11 +132,11 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
     """Return the columns of one new batch that consists of all rows, or of selected rows, of several batches.
 
     Args:
-        parts: for each part (batch), a mapping from column names to columns. All batches in `parts` have the same
+        parts: for each source batch, a mapping from column names to columns. All batches in `parts` have the same
             column names.
-        rows: numbers of the rows to copy, int64, in the order of the result. The rows of all batches in `parts` are
-            numbered consecutively: the numbers of a batch continue after the last row of the previous batch. If `rows`
-            is None, all rows of all batches are copied.
+        rows: row numbers of the rows to copy, an int64 array in the order of the new rows. The rows of all batches in
+            `parts` are numbered consecutively: the numbers of a batch continue after the last row of the previous
+            batch. If `rows` is None, all rows of all batches are copied.
     """
     routes: dict[tuple[int, ...], Route] = {}
     taken = {}

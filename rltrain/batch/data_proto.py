@@ -27,8 +27,8 @@ from rltrain.batch.serialization import Packet, Text, objects, receive, send
 __all__ = ["COLUMNS", "DataProto", "jagged", "offsets_of", "positions"]
 
 # Maps the name of each column to its column family and its meaning. All columns of a family have the same number of
-# entries in a row, so all jagged columns of a family share one offsets tensor. The columns of the family "row" are
-# dense and have one entry per row.
+# entries in a row, so all jagged columns of a family share one offsets tensor. The columns of the column family named
+# "row" are dense tensors with one entry per row.
 COLUMNS: dict[str, tuple[str, str]] = {
     "prompts": ("prompt", "token ids of the prompt, int64"),
     "responses": (
@@ -231,7 +231,7 @@ class DataProto:
         """Return the batch with additional jagged columns.
 
         Args:
-            like: name of an existing jagged column. The new columns get the same row lengths.
+            like: name of an existing jagged column. The new columns get the row lengths of the column `like`.
             **columns: values (N,) of the new columns.
 
         Raises:
@@ -250,7 +250,7 @@ class DataProto:
         """Return the batch with additional jagged columns.
 
         Args:
-            like: name of an existing jagged column. The new columns get the same row lengths.
+            like: name of an existing jagged column. The new columns get the row lengths of the column `like`.
             **columns: the new columns as padded tensors (B, T), with the same padded slots as `padded(like)`.
         """
         mask = self.padding_mask(like)
@@ -338,9 +338,9 @@ class DataProto:
 
         Args:
             parts: the batches to concatenate.
-            rows: numbers of the rows to take, int64, in the order of the result. The rows of all batches in `parts` are
-                numbered consecutively, so the first row of a batch has the number after the last row of the previous
-                batch. If `rows` is None, all rows of all batches are taken in order.
+            rows: int64 indices of the rows to take, in the order of the result. The indices run through the rows of all
+                batches in `parts`: the index of a batch's first row is 1 more than the index of the previous batch's
+                last row. If `rows` is None, all rows of all batches are taken in order.
 
         Raises:
             ValueError: the parts have different columns, or `parts` is empty.
@@ -377,7 +377,7 @@ class DataProto:
         objects.
 
         Args:
-            sizes: number of rows of each range. The sizes must add up to the number of rows of this batch.
+            sizes: number of rows in each returned batch. The sizes must add up to the number of rows of this batch.
         """
         assert not self._others, f"`ranges` does not support columns of Python objects, such as {list(self._others)}"
         assert sum(sizes) == len(self), f"the sizes add up to {sum(sizes)}, and the batch has {len(self)} rows"

@@ -1,6 +1,6 @@
 """Jagged columns, which consist of the concatenated values of all rows, (N,), and the offsets of the rows, (B + 1,).
 
-Jagged columns with equal row lengths share one offsets tensor object, because PyTorch operations on several nested
+Jagged columns with the same row lengths share one offsets tensor object, because PyTorch operations on several nested
 tensors require the same offsets object.
 """
 
@@ -46,14 +46,14 @@ def offsets_in(column: Tensor) -> Tensor:
 
 
 def row_numbers(rows: Any, total: int) -> Tensor:
-    """Return the numbers of the selected rows as an int64 tensor.
+    """Return the indices of the selected rows as an int64 tensor.
 
     Args:
-        rows: the selection of rows, given as a slice, a mask, a number or a list of numbers.
+        rows: the selection of rows, given as a slice, a mask, a row index or a list of row indices.
         total: number of rows in the batch.
 
     Raises:
-        IndexError: the length of a mask is not `total`, or a row number is out of range.
+        IndexError: the length of a mask is not `total`, or a row index is out of range.
     """
     if isinstance(rows, slice):
         return torch.tensor(range(total)[rows], dtype=torch.int64)

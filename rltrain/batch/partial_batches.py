@@ -1,4 +1,4 @@
-"""Code that assembles the rows of a batch from several parts, each with some of the rows and some of the columns."""
+"""Code that assembles the rows of a batch from partial batches, each with some of the rows and some of the columns."""
 
 from collections.abc import Sequence
 
@@ -11,15 +11,16 @@ from rltrain.batch.data_proto import DataProto
 def joined_rows(
     parts: Sequence[DataProto], rows_of_parts: Sequence[np.ndarray], rows: np.ndarray, columns: Sequence[str]
 ) -> DataProto:
-    """Return the rows `rows` and the columns `columns` of a batch that is distributed over several parts.
+    """Return the rows `rows` and the columns `columns` of a batch that is distributed over several partial batches.
 
-    If a part of the batch has exactly the rows that are needed, the values of the part's columns are not copied.
+    If a partial batch has exactly the rows in `rows`, the values of its columns are not copied.
 
     Args:
-        parts: the parts of the batch. Each needed row of each needed column must be in at least one of the parts.
-        rows_of_parts: for each part, the numbers that its rows have in the whole batch, in ascending order.
-        rows: numbers of the rows that are needed, in ascending order.
-        columns: names of the columns that are needed.
+        parts: the partial batches that together form the whole batch. Every value to return (a row in `rows`, a column
+            in `columns`) must be in at least one partial batch.
+        rows_of_parts: for each partial batch, the row indices of its rows in the whole batch, in ascending order.
+        rows: indices in the whole batch of the rows to return, in ascending order.
+        columns: names of the columns to return.
 
     Returns:
         A batch with the columns in the given order, whose row i is row `rows[i]` of the whole batch.
@@ -41,7 +42,7 @@ def _taken(
     numbers: Sequence[int],
     names: Sequence[str],
 ) -> DataProto:
-    """Return the rows `rows` of the columns `names`, taken from the parts whose indices are in `numbers`."""
+    """Return the rows `rows` of the columns `names`, taken from the partial batches whose indices are `numbers`."""
     for number in numbers:
         if np.array_equal(rows_of_parts[number], rows):
             return parts[number].select(names)

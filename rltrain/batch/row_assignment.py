@@ -86,8 +86,8 @@ def microbatches(
         return [[row] for row in sorted(rows, key=lambda row: (-work[row], row))]
     costs, sizes = [max(work[row], 1) for row in rows], [lengths[row] for row in rows]
     even = partition(costs, wanted, sizes=sizes, room=max_tokens)
-    # The greedy partition may fail to fit all rows into `wanted` micro-batches of at most `max_tokens` tokens. In this
-    # case, `refined` balances the work of the micro-batches from first-fit packing.
+    # The greedy partition may fail to fit all rows into `wanted` micro-batches of at most `max_tokens` tokens. If the
+    # greedy partition fails, `refined` balances the work of the micro-batches from first-fit packing.
     if even is None:
         place = {row: index for index, row in enumerate(rows)}
         packed = _split([[place[row] for row in cut] for cut in fewest], wanted, costs)

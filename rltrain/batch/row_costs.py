@@ -55,7 +55,12 @@ class RowWork:
         return tokens * self.token + outputs * self.output + pairs
 
     def of_rows(self, tokens: Sequence[int], outputs: Sequence[int]) -> list[int]:
-        """Return the number of multiply-adds for the forward pass of each row. See `of` for the arguments."""
+        """Return the number of multiply-adds for the forward pass of each row.
+
+        Args:
+            tokens: number of tokens in each row.
+            outputs: for each row, the number of tokens for which the vocabulary head is computed.
+        """
         return [self.of(length, count) for length, count in zip(tokens, outputs, strict=True)]
 
 

@@ -2,10 +2,10 @@
 
 A serialized batch consists of a small header and of separate byte buffers. Each tensor column has one byte buffer with
 its values. Each text column has two byte buffers: the text, and the position at which each string ends. Jagged columns
-with equal row lengths share one byte buffer with the offsets of the rows. Pickle protocol 5 transfers the byte buffers
-out of band, which means that the buffers are not copied into the pickle. Ray copies the byte buffers once, into one
-object of its object store, and reading processes map that object into memory. A process that reads a batch copies only
-the rows that it needs.
+that have the same row lengths share one byte buffer with the offsets of the rows. Pickle protocol 5 transfers the byte
+buffers out of band, which means that the buffers are not copied into the pickle. Ray copies the byte buffers once, into
+one object of its object store, and reading processes map that object into memory. A process that reads a batch copies
+only the rows that it needs.
 """
 
 import itertools
@@ -50,8 +50,8 @@ class Packet(NamedTuple):
     Attributes:
         tensors: for each tensor column, a tuple (name, dtype, shape, index, bytes). For a jagged column, the offsets of
             its rows are `families[index]`. For a dense column, which has no offsets, index is -1.
-        families: arrays of row offsets, each as the bytes of int64 numbers. Jagged columns with equal row lengths share
-            one array of row offsets.
+        families: arrays of row offsets, each as the bytes of int64 numbers. Jagged columns that have the same row
+            lengths share one array of row offsets.
         others: all columns that are not tensors. A column of strings is stored as (name, UTF-8 bytes, bytes of int64
             numbers that give the end of each string). A column of objects that are not all strings is stored as (name,
             None, list of the objects).

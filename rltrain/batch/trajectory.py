@@ -121,7 +121,7 @@ class Trajectory:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Pair that identifies the trajectory: (number of the prompt group, number of the sample in the group)."""
+        """Pair that identifies the trajectory: (uid of the prompt group, index of the sample in the group)."""
         return self.uid, self.sample
 
     @property
@@ -191,7 +191,7 @@ class Trajectory:
         return found
 
     def turn_index(self) -> Sequence[int]:
-        """Return for each sampled token the number of its turn, counted from 0, and -1 for each observation token."""
+        """Return for each sampled token the index of its turn, and -1 for each observation token."""
         observed = [[-1] * len(turn.observation_ids) for turn in self.turns[1:]]
         return _response([[number] * len(turn.action_ids) for number, turn in enumerate(self.turns)], observed)
 

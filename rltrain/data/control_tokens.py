@@ -12,8 +12,8 @@ contains a control-token name, encoding has three steps:
    the control-token name from the data. The copy of the tokenizer recognizes control tokens only by their private-use
    names, and encodes the control-token names from the data as ordinary text.
 3. Two checks verify the token ids of the encoded text. The tokenizer and its copy with renamed control tokens must
-   encode the template's output with placeholders to the same ids. Replacing the placeholders by control-token names
-   must not change the sequence of control tokens in the token ids. A `ControlTokenError` is raised if a check of the
+   encode the template's output with placeholders to the same ids. The sequence of control tokens in the token ids must
+   stay the same when control-token names replace the placeholders. A `ControlTokenError` is raised if a check of the
    token ids fails.
 """
 

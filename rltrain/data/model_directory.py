@@ -28,7 +28,7 @@ def check_directory(path: str, key: str = "model.path") -> None:
         key: the config key that holds `path`, for the start of error messages.
 
     Raises:
-        ConfigError: the directory is incomplete. The message of the ConfigError names the missing part of the
+        ConfigError: the directory is incomplete. The message of the ConfigError names what is missing from the model
             directory.
     """
     where, folder = f"{key}={path}", local_directory(path)

@@ -33,9 +33,9 @@ class PromptEncoder:
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        special_tokens: what happens to prompts that contain the name of a control token, such as `<|im_end|>`. If
-            `special_tokens` is "text", the name is encoded as ordinary text; if "refuse", an error is raised; if
-            "allow", the name is encoded as the control token.
+        special_tokens: what happens to prompts that contain the name of a control token, such as `<|im_end|>`. "text"
+            encodes the control token's name as ordinary text, "refuse" raises an error, and "allow" encodes the name as
+            the control token.
         templates: renders chat messages with the tokenizer's chat template.
 
     Attributes:

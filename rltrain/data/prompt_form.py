@@ -126,7 +126,7 @@ class PromptForm:
     def values(self, row: Row) -> dict[str, Any]:
         """Return the values that reward functions get for a row, as a dict with a key for each name in `columns`.
 
-        A missing value is None.
+        The value of a column that the row lacks is None.
         """
         return {name: self.derived[name].value(row) if name in self.derived else row.get(name) for name in self.columns}
 

@@ -67,7 +67,7 @@ class _Pool:
 
     Attributes:
         passes: number of passes through the pool that have begun.
-        left: prompt indices that the current pass has not drawn yet. The next draw takes the last index in this list.
+        left: prompt indices that the current pass has not drawn yet. The next draw takes the last index in `left`.
         returned: indices of the prompts that the next pass through the pool will draw, in the order in which the
             prompts were put into the pool.
     """
@@ -134,8 +134,8 @@ class PromptPools:
         If the new group of a prompt has no judged answer, the prompt keeps the success rate of its previous group.
 
         Args:
-            outcomes: a dict that maps the position of each draw that the step has used or discarded to (number of
-                correct answers, number of judged answers) for the drawn prompt.
+            outcomes: for each draw that the step has used or discarded, a pair (number of correct answers, number of
+                judged answers) for the drawn prompt. The keys of `outcomes` are the positions of the draws.
         """
         for position, (correct, judged) in sorted(outcomes.items()):
             assert 0 <= correct <= judged <= _LARGEST, f"invalid outcome: {correct} of {judged} answers are correct"
@@ -237,8 +237,9 @@ class PromptPools:
 def _ends(difficulty: DifficultyConfig) -> list[tuple[str, float]]:
     """Return the name of each pool, and the upper end of the pool's subinterval of [0, 1), scaled by 2^64.
 
-    The upper ends are scaled by 2^64, because `_draw` compares them with an integer below 2^64. The upper end of
-    the last pool is infinite, because rounding errors can make the sum of the configured fractions less than 1.
+    The upper ends of the subintervals are scaled by 2^64, because `_draw` compares each upper end with an integer below
+    2^64. The upper end of the last pool's subinterval is infinite, because rounding errors can make the sum of the
+    configured fractions less than 1.
     """
     ends, end = list[tuple[str, float]](), 0.0
     for name in POOLS:
@@ -252,15 +253,15 @@ def most_in_flight(prompts_per_step: int, steps_ahead: int, dynamic_sampling: in
 
     Args:
         prompts_per_step: number of prompt groups of a training step.
-        steps_ahead: number of training steps for which groups are generated in advance.
-        dynamic_sampling: value of `algorithm.dynamic_sampling`: the maximum number of groups that a step generates,
-            divided by `prompts_per_step`; 0 without dynamic sampling.
+        steps_ahead: number of training steps for which prompt groups are generated in advance.
+        dynamic_sampling: value of `algorithm.dynamic_sampling`: the maximum number of prompt groups that a step
+            generates, divided by `prompts_per_step`; 0 without dynamic sampling.
     """
     return prompts_per_step * (steps_ahead + max(1, dynamic_sampling))
 
 
 def _encoded(numbers: "array[int]") -> str:
-    """Encode the numbers as little-endian bytes, and return the bytes as base64 text."""
+    """Encode an array of integers as little-endian bytes, and return the bytes as base64 text."""
     if sys.byteorder == "big":
         numbers = array(numbers.typecode, numbers)
         numbers.byteswap()

@@ -168,8 +168,8 @@ def load_prompts(
     """Read, check and tokenize the prompts of a source.
 
     Args:
-        source: name of a built-in task, file, folder, function or data set of the hub, as `rltrain.data.row_sources`
-            describes.
+        source: a built-in task, a file, a folder, a function or a data set on the Hugging Face hub, written as
+            `rltrain.data.row_sources` describes.
         tokenizer: a Hugging Face tokenizer.
         split: `train` for training prompts, or `val` for evaluation prompts. Built-in tasks have different prompts for
             training and for evaluation.
@@ -185,8 +185,8 @@ def load_prompts(
         special_tokens: what happens to prompts that contain the name of a control token, such as `<|im_end|>`. The
             value "text" encodes a control token's name as ordinary text, "refuse" raises an error, and "allow" encodes
             the name as the control token.
-        lossy_tokenizer: what happens if the tokenizer loses a part of one of the first prompts: "refuse" raises an
-            error, and "allow" accepts the tokenizer.
+        lossy_tokenizer: what happens if the tokenizer loses a part of one of the first prompts. "refuse" raises an
+            error if the tokenizer loses a part of a prompt, and "allow" accepts the tokenizer.
         limit: maximum number of prompts to load. If the source has more than `limit` prompts, the first `limit` prompts
             that are not too long are kept.
         supervised: settings of the supervised answers to the prompts; None if no supervised answers are needed.

@@ -20,7 +20,7 @@ _LENGTH_BYTES = 8  # A safetensors file begins with the length of its header, as
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A tensor in a safetensors file. Indexing reads the requested rows into memory.
+    """A tensor in a safetensors file; indexing the `StoredRows` object reads the requested rows into memory.
 
     `StoredRows` has the interface that transformers expects of a lazily loaded tensor.
 

@@ -64,9 +64,9 @@ def stored_groups(folder: Path) -> Mapping[int, StoredGroup]:
         ConfigError: a sample table cannot be read.
     """
     groups: dict[int, StoredGroup] = {}
-    # A training step that failed and was repeated after a resume has two sample tables. For a prompt group that is in
-    # both tables of a step, the samples of the successful attempt are used, because `sample_files` lists the table of
-    # the successful attempt first.
+    # A training step that failed and was repeated after a resume has two sample tables. If a prompt group is in both
+    # sample tables of a repeated training step, the samples of the successful attempt are used, because `sample_files`
+    # lists the table of the successful attempt first.
     for file in sample_files(folder):
         try:
             uids: list[int] = pq.read_table(file.path, columns=["uid"])["uid"].to_pylist()

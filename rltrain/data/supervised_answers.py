@@ -306,7 +306,7 @@ def load_answers(
 
     Args:
         rows: all rows that were read from the data source.
-        kept: numbers of the rows that became prompts, in the order of the prompts.
+        kept: row numbers of the rows that became prompts, in the order of the prompts.
         form: the way in which rows become prompts.
         tokenizer: a Hugging Face tokenizer.
         options: which columns hold the answers, and how answers end.

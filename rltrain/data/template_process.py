@@ -26,8 +26,8 @@ from typing import Any
 
 from rltrain.base.process_limits import limit_memory
 
-# When chat i (counted from 0) of a rendering request ends, the whole request must have used at most chat_seconds + i *
-# MEAN_SECONDS seconds of processor time.
+# The first i + 1 chats of a rendering request may together use at most chat_seconds + i * MEAN_SECONDS seconds of
+# processor time.
 MEAN_SECONDS = 0.02
 OUT_OF_MEMORY = 77  # Exit status of a rendering process that runs out of memory.
 
@@ -82,8 +82,8 @@ def _rendered(
 def _limit_processor_time(seconds: float) -> None:
     """Limit the total processor time of this process.
 
-    The limit `seconds` is rounded up to whole seconds. When the process has used this much processor time, the kernel
-    kills the process with SIGXCPU.
+    The limit `seconds` is rounded up to whole seconds. When the process has used `seconds` seconds of processor time,
+    the kernel kills the process with SIGXCPU.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), resource.getrlimit(resource.RLIMIT_CPU)[1]))
 

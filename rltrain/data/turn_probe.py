@@ -57,8 +57,8 @@ class _Turn:
 def fault(renderer: "TurnRenderer", roles: Collection[str]) -> str | None:
     """Compare conversations that are built turn by turn with the chat template's rendering of the whole conversations.
 
-    Return one line that describes the first difference between a conversation and its rendering, or None if all
-    conversations agree with their renderings.
+    Return one line that describes the first difference between a conversation built turn by turn and the template's
+    rendering, or None if there is no difference.
 
     Args:
         renderer: the renderer to check.
@@ -182,7 +182,7 @@ def _require_same(renderer: "TurnRenderer", row: Sequence[int], whole: Sequence[
         renderer: the renderer that is checked.
         row: token ids of the conversation that was built turn by turn.
         whole: token ids of the template's rendering of the same conversation.
-        answers: the text of the assistant's answers between control tokens.
+        answers: texts of the assistant's answers. An answer that contains control tokens is split at these tokens.
     """
     ours, theirs = _pieces(renderer, row), _pieces(renderer, whole)
     for (special, ids), (their_special, their_ids) in zip(ours, theirs, strict=False):

@@ -134,7 +134,7 @@ class TurnRenderer:
 
         Args:
             messages: the new messages: results of tools, or messages of a user. Tool results at the start of `messages`
-                belong to the calls in the sampled answer.
+                belong to the tool calls in the sampled answer.
             action_ids: token ids of the sampled answer; only the last id affects the result.
 
         Raises:
@@ -229,13 +229,13 @@ class TurnRenderer:
         return next(self._templates.render(self.tokenizer, chats, add_generation_prompt=opened, tools=given))
 
     def encoded(self, text: str) -> list[int]:
-        """Return the token ids of a text; the names of control tokens become control tokens."""
+        """Return the token ids of a text; the name of a control token is encoded as the control token itself."""
         batch = self.tokenizer(text, add_special_tokens=False, truncation=False, padding=False, verbose=False)
         ids: list[int] = batch["input_ids"]
         return ids
 
     def decoded(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids; control tokens become their names."""
+        """Return the text of token ids; each control token is written as its name."""
         text: str = self.tokenizer.decode(
             list(ids),
             skip_special_tokens=False,
@@ -254,7 +254,7 @@ class TurnRenderer:
         return messages if self._control.first_in(messages) is None else _replaced(messages, _PRIVATE)
 
     def _after_mark(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of all text that the template writes after an answer's content, with the end token."""
+        """Return the ids of all tokens that the template writes after an answer's content, including the end token."""
         # `mark` is put before the text, because some tokenizers treat the start of a text in a special way.
         lead = self._mark_ids
         ids = self._encoded(messages, lambda messages: self.mark + self._difference(messages))
@@ -286,7 +286,7 @@ class TurnRenderer:
             except TemplateError as error:
                 refusal = refusal or error
                 continue
-            if self.mark not in text:  # A rendered text without `mark` means that the template writes no tool calls.
+            if self.mark not in text:  # Each tool call contains `mark`, so the template has written no tool call.
                 return self.answer_anchor
             markup, closing = self._ended(text.rpartition(self.mark)[2])
             return Anchor(message, text.count(self.mark), markup, closing)

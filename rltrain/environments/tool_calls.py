@@ -355,14 +355,15 @@ def _enclosed(
     reopening: str | None = None,
     fence: str = "",
 ) -> tuple[_Piece, int]:
-    """Read a tool call between two marks, and return the call and the position at which the call ends.
+    """Read the tool call between an opening and a closing mark, and return the call and the position of the call's end.
 
     Args:
         text: the model's text, which contains the tool call.
         start: position at which the mark `opening` of the tool call starts.
         opening, closing: the marks before and after the JSON value of the tool call.
         read: function that converts the JSON value between the marks `opening` and `closing` to a tool call.
-        reopening: mark with which the next tool call in the text would start; None if this mark is `opening`, too.
+        reopening: mark with which the next tool call in the text would start; None if the next call, too, would start
+            with the mark `opening`.
         fence: mark that ends the fenced code block around the JSON value; "" if the JSON value is not in a code block.
             The mark `fence` comes before the mark `closing`.
     """

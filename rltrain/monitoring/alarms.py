@@ -20,9 +20,9 @@ START_STEPS = 3
 # in training: on the built-in tasks, the final entropy is 20 to 40% of the starting entropy. Below 5% of the starting
 # entropy, the answers to one prompt are almost identical, so the policy no longer explores.
 COLLAPSED_SHARE = 0.05
-# The entropy alarm and the same-outcome alarm are raised after their condition has held for PERSISTENT_STEPS
-# consecutive steps. A single small batch may by chance contain only prompts that are too easy or too hard, but several
-# consecutive batches rarely do.
+# Two alarms are raised only after their condition has held for PERSISTENT_STEPS consecutive steps: the entropy alarm,
+# and the alarm that all answers to each prompt have the same outcome. A single small batch may by chance contain only
+# prompts that are too easy or too hard, but several consecutive batches rarely do.
 PERSISTENT_STEPS = 5
 # The alarm about teachers is raised if more than MISSING_SHARE of a step's answers have no distillation term. A smaller
 # share of answers without a distillation term is normal: some answers are too long for a teacher's context, and some
@@ -32,9 +32,9 @@ MISSING_SHARE = 0.05
 # unusually hard.
 WINDOW_STEPS = 5
 # The reward alarm is raised only if the mean reward falls below its best value by more than LOST_SHARE times its
-# earlier rise. The earlier rise is the best value of the mean reward minus its first value. The reward alarm also
-# requires that the mean reward falls by more than the standard deviation of the individual rewards in the window with
-# the best mean reward, because a smaller fall may be noise.
+# earlier rise. The mean reward's earlier rise is the best value of the mean reward minus its first value. The fall of
+# the mean reward must also exceed the standard deviation of the individual rewards in the window with the best mean
+# reward. A smaller fall of the mean reward may be noise.
 LOST_SHARE = 0.5
 
 

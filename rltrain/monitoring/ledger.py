@@ -8,7 +8,8 @@ The ledger has one line per training step, with the following keys:
 - `failed`: one pair (uid of the prompt group, index of the answer in the group) for each answer whose reward failed.
 
 The uid of each prompt group occurs exactly once across all `used` and `dropped` lists of the ledger. Each uid in a
-`reused` list also occurs in the `used` list of an earlier line. A `reused` list contains each uid at most once.
+`reused` list also occurs in the `used` list of an earlier line of the ledger. Within the `reused` list of one line, no
+uid occurs twice.
 """
 
 from collections.abc import Sequence

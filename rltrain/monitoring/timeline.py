@@ -63,8 +63,8 @@ class Timeline:
 def timeline(folder: Path, *, wanted: bool) -> Iterator[Timeline]:
     """Record the timeline events of the driver during the `with` block, if `wanted` is true.
 
-    The current asyncio task becomes the row "steps" of the timeline. Worker processes that are started in the `with`
-    block record events too.
+    The timeline shows the events of the current asyncio task in a row named "steps". Worker processes that are started
+    in the `with` block record events too.
 
     Args:
         folder: output folder of the run, to which the timeline file is written.

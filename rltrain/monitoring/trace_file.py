@@ -1,10 +1,10 @@
 """Writes a run's timeline to a file in Chrome's trace-event format, which https://ui.perfetto.dev can open.
 
-The trace file contains a JSON object whose list `traceEvents` holds the events. In the trace-event format, an event
-with a start time `ts` and a duration `dur`, both in microseconds, is a "complete event", which is marked by
-`"ph": "X"`. A metadata event, which is marked by `"ph": "M"`, gives the name of a process or a thread. Perfetto draws
-each thread as one row of the timeline, and requires that any two events of a thread are disjoint or nested. If two
-events of a process overlap and neither event contains the other, the writer puts the two events on different threads.
+The trace file contains a JSON object whose list `traceEvents` holds the events. In the trace-event format, `"ph": "X"`
+marks an event with a start time `ts` and a duration `dur`, both in microseconds (a "complete event"). `"ph": "M"` marks
+a metadata event, which gives the name of a process or a thread. Perfetto draws each thread as one row of the timeline,
+and requires that any two events of a thread are disjoint or nested. If two events of a process overlap and neither
+event contains the other, the writer puts the two events on different threads.
 
 The trace-event format is described in the document "Trace Event Format"; see
 https://perfetto.dev/docs/getting-started/other-formats.
@@ -50,8 +50,8 @@ class TraceFile:
 
     Args:
         path: path of the trace file; no file with that path may exist yet.
-        start_ns: wall-clock time in nanoseconds since 1970 that is subtracted from all times in the file. Without the
-            subtraction, times would lose precision, because Perfetto reads times as floating-point microseconds.
+        start_ns: wall-clock time in nanoseconds since 1970 that is subtracted from all times in the file. Times since
+            1970 would lose precision, because Perfetto reads times as floating-point microseconds.
     """
 
     def __init__(self, path: Path, start_ns: int) -> None:
@@ -150,9 +150,9 @@ class _Process:
     def thread_of(self, event: Event) -> tuple[int, bool]:
         """Choose the timeline row (thread) for an event, and return the thread number and whether the thread is new.
 
-        In a Perfetto timeline, a thread is one row of events. An event can be drawn on a row if each earlier event of
-        the row either ends before the event starts or contains the event. If the event cannot be drawn on any row of
-        its track, a new row is created.
+        In a Perfetto timeline, a thread is one row of events. A new event can be drawn on a row if each earlier event
+        of the row either ends before the new event starts or contains the new event. If the new event cannot be drawn
+        on any row of its track, a new row is created.
         """
         if not event.nests:
             return self._free_thread(event)
@@ -167,8 +167,8 @@ class _Process:
     def _free_thread(self, event: Event) -> tuple[int, bool]:
         """Return a thread number for an event that must not be nested in another event, and whether the thread is new.
 
-        An event is drawn on the thread of its track whose latest event ended first. If every thread of the event's
-        track still has a running event when the new event starts, a new thread is created.
+        An event is drawn on the thread of its track whose latest event ended first. If the latest events
+        of all threads of the track end after the new event starts, a new thread is created.
         """
         heap = self.free.setdefault(event.track, [])
         if heap and heap[0][0] <= event.start_ns:

@@ -20,8 +20,8 @@ _KEPT = ("math", "cmath", "unittest")
 def serve_program(program: str, reads: int, writes: int) -> None:
     """Run the program, and then execute requests from the process that runs the tests.
 
-    `serve_program` sends the names that the program defines to the process that runs the tests, and then executes the
-    requests of that process.
+    `serve_program` sends the objects that the program defines, by name, to the process that runs the tests.
+    `serve_program` then executes the requests of that process.
     """
     link = Link(reads, writes)
     module = sys.modules["program"] = type(sys)("program")

@@ -105,9 +105,9 @@ class Raised(Exception):
 class Far:
     """Proxy for an object that exists in the process at the other end of a `Link`.
 
-    Comparing a `Far` proxy to an object that is not a `Far` proxy with `==` always gives False. Two different `Far`
-    proxies are equal if the process at the other end of the `Link` reports that the objects behind the proxies are
-    equal.
+    The operator `==` always gives False between a `Far` proxy and an object that is not a `Far` proxy. Two different
+    `Far` proxies are equal if the process at the other end of the `Link` reports that the objects behind the proxies
+    are equal.
     """
 
     def __init__(self, link: "Link", number: int) -> None:
@@ -316,9 +316,9 @@ class _In(pickle.Unpickler):
 def _built(thing: Any, link: Link, done: dict[int, tuple[Any, Any]]) -> Any:
     """Return `thing` after replacing each `_Described` object inside `thing` by the object that is described.
 
-    `done` maps the id of each object visited so far to that object and its replacement. With `done`, each object is
-    converted only once, even if several objects contain the object or references form a cycle. Because `done` holds the
-    object itself, Python cannot give the object's id to a new object.
+    `done` maps the id of each object visited so far to that object and its replacement. The lookup in `done` ensures
+    that each object is converted only once, even if several objects contain the object or references form a cycle.
+    Because `done` holds the object itself, Python cannot give the object's id to a new object.
     """
     kind = type(thing)
     if kind not in (list, dict, set, tuple, frozenset, _Described):

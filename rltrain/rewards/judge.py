@@ -68,8 +68,8 @@ async def judge(
             the name of a data column in braces. For each sample, a field of the template is replaced by the sample's
             prompt, response or column value. The question template must contain the field {response}. A literal brace
             in the template is written as {{ or }}.
-        score: regular expression whose first group matches the number in the judge's answer. If `score` matches the
-            judge's answer several times, the last match is used.
+        score: regular expression whose first group matches the number in the judge's answer. If the regular expression
+            matches the judge's answer several times, the last match is used.
         scale: factor by which the judge's number is multiplied; for example, 0.1 maps the range 0 to 10 to the range 0
             to 1.
         temperature: sampling temperature of the judge.
@@ -222,7 +222,7 @@ def _endpoint(base_url: str, key: str, max_concurrent: int, requests_per_minute:
 class _Rate:
     """Rate limiter that allows n requests per minute, with gaps of at least 60 / n seconds.
 
-    The limiter is a token bucket that holds at most one token.
+    The allowance does not accumulate during a pause: after a pause, only one request is sent without waiting.
     """
 
     def __init__(self, per_minute: float) -> None:

@@ -79,8 +79,8 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 _LISTED = 10  # Largest number of classes that an error message lists.
 Kind = Literal["function", "class"]  # Kind of object that a path in the config names.
 _PLURAL: Mapping[Kind, str] = {"function": "functions", "class": "classes"}
-# Error messages show that a path in the config has the form file.py:function or file.py:Class. `_NAME` holds the word
-# after the colon for each kind of object.
+# Error messages show that a path in the config has the form file.py:function or file.py:Class. `_NAME` maps the kind of
+# object ("function" or "class") to the word that an error message shows after the colon.
 _NAME: Mapping[Kind, str] = {"function": "function", "class": "Class"}
 Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
 
@@ -151,8 +151,8 @@ def import_function(path: str, where: str, kind: Kind = "function") -> Callable[
     Args:
         path: `package.module:name` or `file.py:name`. The module or file is searched for as in `load_function`.
         where: start of the error message, such as "reward function 'file.py:score'".
-        kind: the kind of object that `path` should name, "function" or "class"; used only in error messages.
-            `import_function` does not check that `path` names a class if `kind` is "class".
+        kind: the kind of object that `path` should name, "function" or "class"; used only in error messages. Even if
+            `kind` is "class", `import_function` does not check that `path` names a class.
 
     Raises:
         ConfigError: `path` has no colon, or the function or class cannot be imported, for one of the reasons listed in
@@ -271,12 +271,12 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
             same name.
 
     Returns:
-        A wrapper with the arguments `(prompt, response, columns)`: values of one sample, or lists if the function is
-        batched. The prompt and the response are texts without special tokens. The reward function gets only the data
-        columns that its signature accepts. A call of the returned wrapper returns the reward function's result, or a
-        coroutine if the reward function is async. `as_score` converts the result of a reward function to a score. A
-        call of the returned wrapper raises ScoreError if a data column that the reward function requires is missing.
-        The returned wrapper does not catch exceptions of the reward function.
+        A wrapper with the arguments `(prompt, response, columns)`. The arguments hold the values of one sample, or
+        lists of values if the reward function is batched. The prompt and the response are texts without special tokens.
+        The reward function gets only the data columns that its signature accepts. A call of the returned wrapper
+        returns the reward function's result, or a coroutine if the reward function is async. `as_score` converts the
+        result of a reward function to a score. A call of the returned wrapper raises ScoreError if a data column that
+        the reward function requires is missing. The returned wrapper does not catch exceptions of the reward function.
     """
     own = parameters(function)
     first = BATCHED if is_batched(function) else SINGLE

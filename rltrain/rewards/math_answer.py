@@ -34,7 +34,8 @@ _MOST_TERMS = 10**5
 _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
 # The regular expression `_LONG_OPERATOR` matches operators (such as sums) over large ranges. Evaluating a sum or
 # product over a large range can take very long although it makes few function calls, because the calls compute with
-# huge numbers. The limit `_WORK` on the number of function calls therefore does not limit the time of the evaluation.
+# huge numbers. The limit `_WORK` counts function calls, so `_WORK` does not limit the time of evaluating a sum or
+# product.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
 # Maximum number of Python profiling events (see `sys.setprofile`) in one comparison of two answers. Each function call
 # and each function return is one profiling event. Python code with `_WORK` profiling events takes about a second. Even

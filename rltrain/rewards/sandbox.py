@@ -114,7 +114,7 @@ def run(
 ) -> SandboxResult:
     """Run a program until it ends or reaches a limit, and then kill all its processes and remove its files.
 
-    The program is the main module of an isolated process with the same Python interpreter as the calling process. The
+    The program is the main module of a separate process with the same Python interpreter as the calling process. The
     sandboxed program can import only modules of Python's standard library. `run` can be called from any thread and from
     several threads at once. The sandboxed program's standard input is a file, not a pipe.
 

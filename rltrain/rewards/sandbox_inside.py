@@ -104,7 +104,7 @@ def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
     control = given["control"]
     wake = [control]
     try:
-        wake.append(os.pidfd_open(first))  # The pidfd must be opened before the process is reaped.
+        wake.append(os.pidfd_open(first))  # The pidfd must be opened before `_reap` reaps the process.
         pause = _POLL_S
     except OSError:  # Linux versions before 5.3 have no pidfd_open.
         pause = _POLL_S / 4

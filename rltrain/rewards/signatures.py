@@ -20,7 +20,7 @@ from rltrain.rewards.result import RewardResult, ScoreError
 # SINGLE has the names of the first two parameters of a reward function that scores one sample per call. BATCHED has the
 # names of the first two parameters of a reward function that scores several samples per call.
 SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")
-# Arguments that a reward function gets only if it has a parameter of that name, and never through `**columns`.
+# Arguments that a reward function gets only through a parameter of the same name, never through `**columns`.
 MESSAGES, RESPONSE_IDS = "prompt_messages", "response_ids"
 # The columns in `OF_ENVIRONMENTS` exist only in runs with an environment or tools.
 OF_ENVIRONMENTS = ("environment_reward", "environment_messages", "stop_reason")
@@ -140,8 +140,8 @@ def _wrapper_parameters(
     """Return the parameters of the function that wraps a user's reward function.
 
     The first returned parameters are the prompt and the response, followed by the data columns in `signature.reads`.
-    The user's function can have further parameters, for which its trainer, such as TRL, passes no argument. The wrapper
-    has these further parameters, too.
+    The last returned parameters are parameters of the user's function for which its trainer, such as TRL, passes no
+    argument.
     """
     kinds = inspect.Parameter
     named = {name: kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in signature.first}

@@ -166,7 +166,7 @@ class _Save:
     """A checkpoint that is being saved: the ranks write their files first, and the driver then adds its own files.
 
     Attributes:
-        step: training step of the weights.
+        step: number of the training step after which the checkpoint is saved.
         incarnation: number of times that the run has been restored.
         metric: value of the metric that selects the best checkpoint; None if the metric was not measured.
         files: dict that maps the name of each file that the driver writes to the contents of the file.
@@ -264,7 +264,7 @@ class Checkpoints:
         training ranks have written their checkpoint files, and then completes the checkpoint.
 
         Args:
-            step: training step of the weights.
+            step: number of the training step after which the checkpoint is saved.
             incarnation: number of times that the run has been restored.
             groups: dict that maps each trained role to the role's worker group.
             state: state of the driver, as JSON-serializable values.
@@ -415,7 +415,8 @@ class Checkpoints:
                     manifest = read_manifest(self.folder.at(f"step_{step}"))
                 except RLTrainError:
                     continue
-                # A checkpoint that was saved with another value of `trainer.keep_best` records another metric.
+                # A checkpoint that was saved with a different `trainer.keep_best` setting stores the value of a
+                # different metric.
                 score = manifest["metric"] if manifest["best"] == self.best else None
                 if score is not None and score == score:  # The comparison `score == score` excludes NaN.
                     scores[step] = score

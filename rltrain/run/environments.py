@@ -49,8 +49,8 @@ def tools_of_run(config: RolloutConfig) -> tuple[EnvironmentSource, list[dict[st
     """Load the environment and the tools of a run, and connect once to each MCP server.
 
     Returns:
-        A pair (source, schemas). `source` holds the paths of the environment class and of the tools, and the addresses
-        of the MCP servers. All file paths in `source` are absolute. `schemas` lists the schemas of all tools.
+        A pair (source, schemas): `source` holds the paths of the environment class and of the tools, and the commands
+        or URLs of the MCP servers. All file paths in `source` are absolute. `schemas` lists the schemas of all tools.
 
     Raises:
         ConfigError: the environment or a tool cannot be loaded, no schema can be made for a tool, an MCP server cannot

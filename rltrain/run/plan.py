@@ -28,7 +28,8 @@ class Facts:
         parameters: number of model parameters; None if this number cannot be read from the model files.
         adapters: number of adapter parameters; None if the whole model is trained.
         train_prompts: number of training prompts; None before the training data is loaded.
-        supervised: source and number of the supervised answers; "" if the run has no supervised loss.
+        supervised: description of the source of the supervised answers and of their number; "" if the run has no
+            supervised loss.
         val_prompts: dict that maps the name of each evaluation set to the set's number of prompts; "" is the name of
             the set of `data.val`.
         data: description of the source and the form of the training data; "" before the data is loaded.

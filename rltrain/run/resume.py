@@ -228,7 +228,7 @@ def _from(config: Config, checkpoint: Checkpoint) -> Beginning:
 
 
 def _is_published(checkpoint: Checkpoint, model: Path) -> bool:
-    """Return whether the folder `model` contains all files of the given checkpoint's model, with equal checksums."""
+    """Return whether the folder `model` contains all files of the checkpoint's model, with the same checksums."""
     files, there = read_manifest(checkpoint.folder)["files"], Folder(str(model))
     of_model = {name.removeprefix(f"{MODEL}/"): entry for name, entry in files.items() if name.startswith(f"{MODEL}/")}
     return all(there.exists(name) and list(there.checksum(name)) == entry for name, entry in of_model.items())

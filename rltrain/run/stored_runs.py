@@ -75,7 +75,7 @@ def check_stored_run(config: Config) -> None:
 
 def _require_sampled_groups_only(algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError if the algorithm needs answers that no run stores, such as greedy answers."""
-    from rltrain.algorithms import required_columns  # Importing `rltrain.algorithms` also imports torch.
+    from rltrain.algorithms import required_columns  # Imported only here, because `rltrain.algorithms` imports torch.
 
     require(
         not algorithm.dynamic_sampling,

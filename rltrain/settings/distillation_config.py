@@ -10,7 +10,8 @@ TEACHER = "teacher"  # The role name of a teacher on the training ranks is "teac
 # Format string that names the config key `path` of a teacher in error messages; `{}` is replaced by the teacher's name.
 TEACHER_KEY = "algorithm.distillation.teachers: path of '{}'"
 REFERENCE = "reference"  # A teacher whose `path` is "reference" is the run's reference model.
-# Default prompt template of a teacher that is the reference model. Source: SDFT, arXiv 2601.19897 section 3.
+# Default prompt template of a teacher that is the reference model. The template comes from the SDFT paper, arXiv
+# 2601.19897 section 3.
 DEMONSTRATION_TEMPLATE = (
     "{prompt}\n\nThis is an example for a response to the question:\n{demonstration}\n\n"
     "Now answer with a response of your own, including the thinking process."

@@ -211,8 +211,8 @@ def _reuse(reuse: Any, max_staleness: Any) -> Any:
     """Convert `trainer.reuse` to a mapping with all keys.
 
     By default, `trainer.reuse.steps` equals the staleness bound `trainer.max_staleness`. The engines may run at most
-    `trainer.max_staleness - trainer.reuse.steps` training steps ahead of training. By default, this number of training
-    steps is 0.
+    `trainer.max_staleness - trainer.reuse.steps` training steps ahead of training. With the default value of
+    `trainer.reuse.steps`, engines therefore never run ahead of training.
     """
     if reuse is None:
         return None

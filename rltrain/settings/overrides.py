@@ -56,8 +56,8 @@ class Choice:
 class Setting:
     """A value that the user sets for one config key.
 
-    If the value is a mapping, it replaces the mapping that the chosen YAML file has under the same key; the two
-    mappings are not merged.
+    A value that is a mapping replaces the mapping that the chosen YAML file has under the same key. The two mappings
+    are not merged.
 
     Attributes:
         key: dotted name of the config key.

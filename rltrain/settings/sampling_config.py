@@ -76,7 +76,7 @@ class DifficultyConfig:
 
     @property
     def normal_fraction(self) -> float:
-        """Fraction of the sampled prompts that is taken from the normal prompts (those not easy, hard or unseen)."""
+        """Fraction of the sampled prompts that is taken from normal prompts (neither easy nor hard nor unseen)."""
         return 1 - self.easy_fraction - self.hard_fraction - self.unseen_fraction
 
 

@@ -65,17 +65,18 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
 
 
 def _similarity(key: str, name: str) -> float:
-    # The last parts of both keys are compared too, because a user may write the right key in a wrong section. The
-    # returned similarity of two keys is at least 0.9 times the similarity of their last parts.
+    # The last part of the user's key is also compared with the last part of the known key, because a user may write the
+    # right key in a wrong section. The returned similarity of two keys is at least 0.9 times the similarity of their
+    # last parts.
     section, _, last = key.rpartition(".")
     known_section, _, known_last = name.rpartition(".")
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     ends = difflib.SequenceMatcher(None, last, known_last).ratio()
     # If a user writes only the beginning of a long config key, SequenceMatcher's ratio alone would prefer an unrelated
     # short key. A known key that starts with the user's text always has a similarity of at least 0.9. A known key has a
-    # similarity of at least 0.95 if it is in the section of the user's key and its last part contains all words of the
-    # last part of the user's key. For the user's key `trainer.steps`, the error message therefore suggests
-    # `trainer.total_steps` rather than `trainer.reuse.steps`.
+    # similarity of at least 0.95 if two conditions hold: both keys are in the same section, and the last part of the
+    # known key contains all words of the last part of the user's key. For the user's key `trainer.steps`, the error
+    # message therefore suggests `trainer.total_steps` rather than `trainer.reuse.steps`.
     contained = section == known_section and set(last.split("_")) <= set(known_last.split("_"))
     return max(whole, 0.9 * ends, 0.9 * name.startswith(key), 0.95 * contained)
 

@@ -15,7 +15,7 @@ from rltrain.tasks.conversation import ConversationTask, Message, Row
 QUESTION = "Guess my digit."
 CONSISTENT = 0.35  # Share of the imitated games in which each guess agrees with all earlier hints.
 # In games whose guesses agree with all hints, MIDDLE is the probability that a guess is the middle of the possible
-# digits. Otherwise, the guess is a random possible digit.
+# digits. With probability 1 - MIDDLE, a guess in these games is a random digit that is still possible.
 MIDDLE = 0.5
 STUBBORN = 0.5  # Probability that a guess repeats the last guess, in games whose guesses ignore the hints.
 # Probability that a message of the player is "?" instead of a digit, in the games that the starting model imitates.

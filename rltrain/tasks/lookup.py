@@ -16,16 +16,16 @@ from rltrain.tasks.conversation import ConversationTask, Message, Row
 DIGITS = "0123456789"
 MAX_HOPS = 3
 # The probabilities below define the flawed conversations that the starting model imitates. Most imitated conversations
-# stop one call too early and give the last result as the answer, so reinforcement learning has to discover that one
-# more call earns more reward.
-RIGHT_COUNT = 0.25  # Probability that a conversation has one call for each pointer, which is the right number.
-# Probability that a conversation has one call too few. A conversation has a random number of calls with the probability
-# 1 - RIGHT_COUNT - TOO_FEW.
+# stop one tool call too early and give the last call's result as the answer, so reinforcement learning has to discover
+# that one more tool call earns more reward.
+RIGHT_COUNT = 0.25  # Probability that a conversation has the right number of tool calls: one call per hop.
+# Probability that a conversation has one tool call too few. With the probability 1 - RIGHT_COUNT - TOO_FEW, a
+# conversation has a random number of tool calls.
 TOO_FEW = 0.65
-# Probability that the key of a call is the result of the previous call (for the first call, the start digit) instead of
-# a random digit.
+# Probability that a tool call looks up the result of the previous call instead of a random digit. The first call looks
+# up the start digit with this probability.
 RIGHT_KEY = 0.8
-RIGHT_ANSWER = 0.7  # Probability that the answer is the last call's result instead of a random digit.
+RIGHT_ANSWER = 0.7  # Probability that the answer is the last tool call's result instead of a random digit.
 CALL = ('<tool_call>\n{"name": "lookup", "arguments": {"key": ', "}}\n</tool_call>")
 QUESTION = ("Start at ", ", hops: ")
 

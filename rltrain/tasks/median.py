@@ -9,9 +9,9 @@ from rltrain.tasks.base import Task
 
 DIGITS = 7
 MAX_RESPONSE_LENGTH = 16
-# The starting model has learned to imitate flawed answers. A share SCRATCH_SHARE of the flawed answers sorts the digits
-# first, and a share ENDLESS_SHARE never ends. Most flawed answers only guess the median, so reinforcement learning has
-# to discover that sorting the digits first earns more reward.
+# The starting model has learned to imitate flawed answers. SCRATCH_SHARE is the fraction of flawed answers in which the
+# digits are sorted first, and ENDLESS_SHARE is the fraction of flawed answers that never end. Most flawed answers only
+# guess the median, so reinforcement learning has to discover that sorting the digits first earns more reward.
 SCRATCH_SHARE = 0.22
 ENDLESS_SHARE = 0.11
 GUESS_RIGHT = 0.07  # Probability that a guessed answer is the median instead of a random digit.

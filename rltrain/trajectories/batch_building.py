@@ -105,7 +105,7 @@ def supervised_batch(prompts: Mapping[int, Prompt]) -> DataProto:
     """Return a batch of the prompts' supervised answers; a prompt without a supervised answer gets no row.
 
     Args:
-        prompts: dict that maps the number of each group to the group's prompt.
+        prompts: dict that maps the group number (`uid`) of each prompt group to the group's prompt.
     """
     answered = {uid: prompt for uid, prompt in prompts.items() if prompt.supervised_ids is not None}
     batch = DataProto.from_dict(

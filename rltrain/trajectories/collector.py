@@ -160,7 +160,7 @@ class Collector:
     async def answers(self, version: int) -> DataProto:
         """Wait for the answers of the next `prompts_per_step` groups, and return the answers as a batch.
 
-        The weights that sampled the answers are at most `max_staleness` versions older than weight version `version`.
+        The answers are sampled with weights that are at most `max_staleness` versions older than version `version`.
         The scores of the answers may still be missing; the method `scored` adds the scores.
 
         With dynamic sampling, a group whose answers all have the same outcome is replaced by a new group. When the step
@@ -328,9 +328,9 @@ class Collector:
             self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]), reused=reused)
             for one in kept["seen"]:
                 group = self.groups.restored(one, self._prompt)
-                # If rewards or conversations of a restored group had failed, the failed ones are requested again, and
-                # the group is not in the state READY. The answers of such a group are checked for equal outcomes again
-                # later, because the new results can change the outcomes.
+                # If a restored group has failed rewards or conversations, the failed rewards and conversations are
+                # requested again, and the group is not in the state READY. A restored group that is not READY is
+                # checked for equal outcomes again later, because the repeated requests can change the outcomes.
                 if group.state is GroupState.READY:
                     self.step.seen[group.uid] = group
         self._changes.notify()
@@ -369,8 +369,8 @@ class Collector:
                 self.groups.drop(group.uid, replace=replaced)
                 step.dropped.add(group.uid)
                 step.refills, step.places = step.refills - replaced, step.places - (not replaced)
-                # When the step may replace no further groups, `_unseen` returns groups only after all groups of the
-                # step are finished.
+                # After the last replacement that the step may make, `_unseen` returns groups only when all groups of
+                # the step are finished.
                 if replaced and not step.refills:
                     break
 
@@ -392,9 +392,9 @@ class Collector:
         """
         oldest = self.groups.oldest(step.places)
         ready = [group for group in oldest if group.state is GroupState.READY]
-        # When the step may replace no further groups, answers are checked for equal outcomes only after all groups of
-        # the step are finished. If in every group all answers have the same outcome, the step drops all groups but one.
-        # Which group the step keeps must not depend on the order in which groups finish.
+        # After the last replacement that the step may make, answers are checked for equal outcomes only when all groups
+        # of the step are finished. If in every group all answers have the same outcome, the step drops all groups but
+        # one. Which group the step keeps must not depend on the order in which groups finish.
         if not step.refills and len(ready) < len(oldest):
             return []
         return [group for group in ready if group.uid not in step.seen]
@@ -417,7 +417,8 @@ class Collector:
     def _without_flat(self, batch: DataProto) -> DataProto:
         """Set `response_mask` to False for the tokens of groups whose answers all have the same outcome.
 
-        The method `_drop_flat` keeps a group with equal outcomes in the batch only if the step has no other group.
+        The method `_drop_flat` keeps a group whose answers all have the same outcome only if the step has no other
+        group.
         """
         trained = ~flat_rows(batch, self.config).repeat_interleave(batch.lengths("responses"))
         return batch.with_values("responses", response_mask=batch.values("response_mask") & trained)

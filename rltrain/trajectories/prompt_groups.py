@@ -156,8 +156,9 @@ class PromptGroups:
         """Return the number of groups that may be added without exceeding `max_staleness` for any group.
 
         At weight version v, the next group to be used belongs to training step v. At weight version v, new groups may
-        be in flight for the training steps v to v + max_staleness. For each step after step v, `wanted` subtracts
-        `reused` groups, because the step may train on up to `reused` earlier groups instead of new groups.
+        be in flight for the training steps v to v + max_staleness. Each training step after step v may train on up to
+        `reused` earlier groups instead of new groups. `wanted` therefore subtracts `reused` groups for each training
+        step after step v.
         """
         last = min(version + self.max_staleness + 1, self.steps)
         places = last * self.prompts_per_step - max(0, last - version - 1) * self.reused
@@ -224,8 +225,8 @@ class PromptGroups:
         """Mark the pending groups as being generated with the weights of version `version`, and return the groups.
 
         A group whose requests were already sent to the engines earlier keeps the weight version at which the requests
-        were first sent. If `version` is None, `ship` marks and returns only pending groups whose requests were already
-        sent to the engines earlier.
+        were first sent. If `version` is None, `ship` leaves out all groups whose requests have never been sent to the
+        engines.
         """
         pending = [group for group in self.groups.values() if group.state is GroupState.PENDING]
         shipped = [group for group in pending if version is not None or group.shipped >= 0]

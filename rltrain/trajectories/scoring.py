@@ -31,7 +31,7 @@ from workers.reward.messages import SampleScores
 
 
 def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | RewardModelConfig]) -> Tensor:
-    """Compute the weighted sum of each row's component scores: (B, K) -> (B,).
+    """Compute the weighted sum (B,) of each row's component scores (B, K).
 
     If a component with the setting `gate` has a score <= 0 for a row, all other scores of the row count as 0. If no
     reward component applies to a row, the row's score is NaN.
@@ -132,7 +132,7 @@ def _aggregation(path: str) -> Callable[..., Any]:
 
 
 def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor, weights: list[float]) -> Tensor:
-    # The user's function receives copies of the tensors, because it may change its arguments in place.
+    # The user's function receives copies of the tensors, because the function may change its arguments in place.
     own = {"components": components.clone(), "uid": uid.clone(), "valid": valid.clone()}
     try:
         with outside_event_loop():
@@ -312,9 +312,10 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
     answers of different lengths have the same outcome.
 
     If `reward.aggregation` names a user's function, the function receives all reward components, and the returned score
-    of an answer is the answer's outcome. For an advantage estimator that reads the scores of each reward function and
-    model separately, two answers have the same outcome only if their scores are equal for every function and model that
-    has `outcome` set. `flat_rows` ignores rows that are excluded from the statistics.
+    of an answer is the answer's outcome. Some advantage estimators read the scores of each reward function and model
+    separately. With an estimator that reads separate scores, two answers have the same outcome only if their scores are
+    equal for every function and model that has `outcome` set. `flat_rows` ignores rows that are excluded from the
+    statistics.
     """
     uid, counted, components = (
         batch.batch["uid"],

@@ -145,7 +145,7 @@ class TeacherEndpoint:
         return limit if isinstance(limit, int) else None
 
     async def _prompt_log_probs(self, client: Any, ids: list[int]) -> list[Any]:
-        """Return, for each token after the first token, the endpoint's mapping from token ids to log-probs.
+        """Return the endpoint's mapping from token ids to log-probs for each token in `ids` except the first.
 
         Raises:
             ValueError: the endpoint's reply contains no prompt log-probs for the given tokens.
@@ -172,7 +172,7 @@ class TeacherEndpoint:
 
 
 def _chosen(entries: list[Any], ids: Sequence[int]) -> list[float]:
-    """Return the log-prob of each token in `ids` after the first token.
+    """Return the log-prob of each token in `ids` except the first token.
 
     Raises:
         ValueError: a token has no finite log-prob.

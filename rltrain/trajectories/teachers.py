@@ -268,7 +268,8 @@ def merged(batch: DataProto, found: Sequence[tuple[list[int], DataProto]]) -> Co
 
     Args:
         batch: the batch whose rows the teachers have scored.
-        found: for each teacher, the indices of its rows in ascending order, and its columns for these rows.
+        found: for each teacher, the indices of the rows that the teacher has scored, in ascending order, and the
+            columns that the teacher has computed for these rows.
     """
     lengths = batch.lengths("responses")
     names = {name for _, columns in found for name in columns.keys()}  # noqa: SIM118 (iterating a batch gives rows)

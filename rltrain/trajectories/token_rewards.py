@@ -124,8 +124,8 @@ def assign_rewards(
     normalisation.
 
     `assign_rewards` also sets the column `valid` to False in rows that are excluded from the statistics because the
-    answer was cut at the length limit. The score of an excluded row is shaped and normalised in the same way as the
-    scores of all other rows.
+    answer was cut at the length limit. The score of a row that is excluded from the statistics is shaped and normalised
+    in the same way as the scores of all other rows.
 
     Returns:
         The batch with the new columns, and metrics of the rewards.
@@ -166,8 +166,8 @@ def penalize_kl(
         return batch, {}
     mask, estimator = batch.padded("response_mask"), config.kl_estimator
     if config.full:
-        # `apply_kl_in_reward` computes the KL of a token from two inputs. The KL estimator k1 is the difference of its
-        # two inputs, so the exact KL is passed as the first input, and 0 as the second.
+        # `apply_kl_in_reward` expects the old log-probs and the reference log-probs. The KL estimator k1 subtracts the
+        # second from the first, so passing the exact KL as the first and 0 as the second makes k1 return the exact KL.
         old = batch.padded("full_kl")
         ref, estimator = torch.zeros_like(old), "k1"
     else:
@@ -371,8 +371,8 @@ def with_positive_examples(batch: DataProto, algorithm: AlgorithmConfig) -> Data
 def with_random_draws(batch: DataProto, config: Config, step: int) -> DataProto:
     """Add the column `random_draws` if the token selector of the loss chooses tokens at random.
 
-    The random draw of a token depends on the token's number among the sampled tokens of the row, so observations do not
-    change the draw.
+    The random draw of a token depends on the token's index among the sampled tokens of the row, so observation tokens
+    do not change the draw.
     """
     if "random_draws" not in required_columns(config.algorithm.advantage_estimator, config.algorithm.loss_mode):
         return batch

@@ -433,7 +433,7 @@ class ProgressScope:
             raise self.failure.result()
 
     def _unseen_since(self, due: float) -> bool:
-        """Return whether a remote process has not been observed since `due`; False if `failure` holds an error."""
+        """Return whether a remote process was last observed before time `due`; False if `failure` holds an error."""
         if self.liveness is None or self.failure is None or self.failure.done():
             return False
         here = self.liveness.here
@@ -491,7 +491,7 @@ def _node_lives(node: str) -> bool:
 
 
 def _refused(host: str, port: int) -> bool:
-    """Return whether a machine is reachable but refuses connections to a port, on which no process listens."""
+    """Return whether a machine refuses connections to a port because no process listens on the port."""
     try:
         socket.create_connection((host, port), timeout=_PORT_S).close()
     except OSError as error:

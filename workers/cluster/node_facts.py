@@ -224,10 +224,10 @@ def facts_of_nodes(questions: Questions, timeout_s: float) -> tuple[list[NodeFac
         timeout_s: Seconds within which a node must send its facts.
 
     Returns:
-        A tuple (facts, silent, seconds). `facts` begins with the facts about the driver's own node. `silent` lists the
-        nodes that did not send their facts. `seconds` is the time from the first request to the last reply. Even if the
-        clocks of all nodes agree, the `NodeFacts.clock` values of two nodes can differ by up to `seconds`, because the
-        nodes reply at different times.
+        A tuple (facts, silent, seconds). `facts` lists the facts about each node that replied, beginning with the
+        driver's own node. `silent` lists the nodes that did not send their facts. `seconds` is the time from the first
+        request to the last reply. Even if the clocks of all nodes agree, the `NodeFacts.clock` values of two nodes can
+        differ by up to `seconds`, because the nodes reply at different times.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

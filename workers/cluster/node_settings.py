@@ -83,7 +83,7 @@ def interface_of(address: str) -> str:
     """Return the name of this machine's network interface with the given IP address, such as "eth0".
 
     Returns:
-        The name, or "" if no interface of this machine has the address.
+        The name of the network interface, or "" if no interface of this machine has the address.
     """
     interfaces: dict[str, list[Any]] = psutil.net_if_addrs()
     for name, addresses in interfaces.items():

@@ -104,8 +104,8 @@ class Shared:
     A worker process that receives a `Shared` argument joins the parts into one batch with the function `joined_rows`.
 
     Attributes:
-        references: Ray references to the parts, each of which is a batch.
-        rows_of_parts: For each part, the row numbers of the part's rows in the whole batch.
+        references: Ray references to the parts of the batch, each of which is itself a batch.
+        rows_of_parts: For each part of the batch, the row numbers of the part's rows in the whole batch.
         rows: Row numbers of the rows that the called method receives.
         columns: Names of the columns that the called method receives.
     """
@@ -121,7 +121,7 @@ class Shared:
 
     @property
     def join(self) -> Join:
-        """Return the `Join` that tells the worker process how to build one batch from the parts."""
+        """Return the `Join` that tells the worker process how to join the parts of the batch into one batch."""
         return Join(self.rows_of_parts, self.rows, self.columns)
 
 
@@ -393,8 +393,8 @@ def _where(scope: ProgressScope, error: Exception) -> str:
     Args:
         scope: The `ProgressScope` in which the name of the call's process is looked up.
         error: The `RayTaskError` of the failed call. The process in which the call failed is named only in the text of
-            the error. If a call failed because a call in another process had failed, the text names both processes. The
-            last process in the text is the one whose call failed first.
+            the error. If a call failed because a call in another process had failed, the text of the error names both
+            processes. The process that is named last in the text of the error is the process whose call failed first.
     """
     actors = {one.actor._actor_id.hex(): one.name for one in scope.processes if isinstance(one, RayProcess)}
     for pid, address, actor in reversed(_FAILED_IN.findall(str(error))):

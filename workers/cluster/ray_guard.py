@@ -96,7 +96,7 @@ def serve(driver: int, mark: str) -> None:
 
     Args:
         driver: Pid of the process that started the guard.
-        mark: Mark of the processes to kill, as passed to `Guard`.
+        mark: Value of the environment variable `leftovers.MARK` in the processes to kill; "" kills no process.
     """
     # The guard ignores the signals that a service manager, such as systemd, sends to all processes of a service to stop
     # them.

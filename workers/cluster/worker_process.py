@@ -32,8 +32,8 @@ class Join:
     """Rule for joining several arguments of a call, which are parts of a batch, into one argument.
 
     Attributes:
-        rows_of_parts: For each argument to join, the row numbers of the argument's rows in the whole batch.
-        rows: Row numbers, in the whole batch, of the rows that the called method receives.
+        rows_of_parts: For each argument to join, the indices of the argument's rows in the whole batch.
+        rows: Indices, in the whole batch, of the rows that the called method receives.
         columns: Names of the columns that the called method receives.
     """
 

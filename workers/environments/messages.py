@@ -12,7 +12,7 @@ class EpisodeRequest:
     """Request to run one trajectory in an environment.
 
     Attributes:
-        key: (prompt group uid, number of the sample in its group).
+        key: (prompt group uid, index of the sample in its prompt group).
         messages: Chat messages of the prompt.
         columns: Mapping from column name to value for the prompt's row of data.
         temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
@@ -72,7 +72,7 @@ class Environments:
     """The environments and tools of a run.
 
     Attributes:
-        source: Paths of the environment class and of the tools.
+        source: Paths of the environment class and the tools, addresses of the MCP servers, and the agent program.
         turn_format: Schemas of the tools, and the format of tool calls.
         limits: Limits of each trajectory.
         memory_mb: Maximum memory that an environment process may allocate after its start, in MB.

@@ -13,7 +13,7 @@ from workers.rollout.turns import TurnRequest, TurnResult
 
 Message = Mapping[str, Any]
 ATTEMPTS = 2  # Maximum number of attempts to run a trajectory whose environment or agent program fails.
-LAST = -1  # Value of the argument `after` that stands for the last finished turn (a list index).
+LAST = -1  # Value of the argument `after` for the last finished turn: the list index -1.
 _NO_ACTION = Turn((), (), (), (), "abort")
 
 
@@ -22,8 +22,8 @@ class _Context:
     """The context in which the action of one turn was sampled.
 
     Attributes:
-        ids: Token ids of the context, followed by the turn's action. If a later turn continues this context, the token
-            ids of the later turn can follow in the same list `ids`.
+        ids: Token ids of the context, followed by the turn's action. If a later turn continues this context, `ids` may
+            also contain the token ids of the later turn, after the token ids of this turn.
         begin: Number of tokens in `ids` before the turn's action.
         end: Number of tokens in `ids` up to the end of the turn's action.
     """
@@ -138,7 +138,7 @@ class Recording:
         """Return the context that a new turn continues, and whether it is the context of the last finished turn.
 
         If the new turn continues no earlier context, the returned `_Context` has no tokens. For the first turn of a
-        trajectory, `_continued` returns a `_Context` without tokens, and True.
+        trajectory, the returned `_Context` has no tokens, and the returned bool is True.
         """
         if after is None or not self.turns:
             return _Context([], 0, 0), not self.turns

@@ -33,7 +33,7 @@ class EnvironmentWorker:
 
     Args:
         name: Unique name with which the worker identifies itself to the replicas.
-        source: Paths of the environment class and of the tools.
+        source: Paths of the environment class and the tools, addresses of the MCP servers, and the agent program.
         limits: Limits of each trajectory.
         threaded: Whether the trajectories run in a separate thread. If `threaded` is False, the trajectories run only
             during `poll`.
@@ -100,7 +100,9 @@ class EnvironmentWorker:
         try:
             trajectory = await self._trajectory(replica, request)
         except ReplicaGone:
-            return  # The rollout pool records the unfinished prompt groups as lost, and the driver submits them again.
+            # The rollout pool records the prompt groups that the lost replica has not finished, and the driver submits
+            # these prompt groups again.
+            return
         except Exception as error:
             with self.news:
                 self.error = error

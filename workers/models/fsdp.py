@@ -101,8 +101,8 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 
     After a forward pass, FSDP keeps the parameters outside the layers (embeddings, head) gathered, in the compute
     dtype, for a later backward pass. No backward pass follows the `with` block, so `forward_only` frees the gathered
-    copies of the parameters. Gathered copies that are not freed would waste memory, and checkpoints would contain them
-    instead of the float32 shards.
+    copies of the parameters. If the gathered copies were not freed, the copies would waste memory, and checkpoints
+    would contain the copies instead of the float32 shards.
     """
     with torch.no_grad():
         yield
@@ -111,7 +111,7 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 
 
 def prepare(layer: nn.Module, config: ModelConfig) -> None:
-    """Compile a layer's forward pass, and enable the layer's activation checkpointing, as far as `config` asks for it.
+    """Compile a layer's forward pass and enable activation checkpointing, each only if `config` enables it.
 
     `prepare` replaces only `layer.forward`, so FSDP's module hooks are neither compiled nor checkpointed. Activation
     checkpointing wraps the compiled function, because `torch.compile` does not compile code inside a checkpointed

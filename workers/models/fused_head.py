@@ -49,8 +49,8 @@ def token_log_probs(
     If the logits do not fit into one chunk, only a few chunks of logits are in memory at a time, and the backward pass
     recomputes the chunks. If the logits fit into one chunk, the logits are kept for the backward pass.
 
-    The logits have the dtype of hidden and head, for example bfloat16. All computations that follow the logits use at
-    least float32.
+    The logits have the dtype of `hidden` and `head`, for example bfloat16. All computations that follow the logits use
+    at least float32.
 
     Args:
         hidden: (R, H) hidden states, the input of the last layer.
@@ -195,10 +195,10 @@ def check_probe(probes: Tensor, model: nn.Module) -> None:
     """Raise ValueError if the model does anything to its last layer's output except multiply it by `logit_scale`.
 
     Args:
-        probes: (R,) values of a test logit in the model's output. The function that `replaced_head` installs as the
-            last layer must have returned the test logit as PROBE / `logit_scale`. If the model then multiplies the
-            output of its last layer by `logit_scale` and does nothing else, each element of `probes` equals the
-            constant PROBE.
+        probes: (R,) values of a test logit in the model's output. To produce the test logit, the function that
+            `replaced_head` installs as the last layer must return PROBE / `logit_scale`. If the model multiplies the
+            output of its last layer by `logit_scale` and does nothing else to this output, each element of `probes`
+            equals the constant PROBE.
         model: the model, whose class the error message names.
     """
     if not bool(torch.isclose(probes, torch.full_like(probes, PROBE), rtol=1e-4).all()):

@@ -1,8 +1,8 @@
 """Loading of models: if a model is sharded, each rank reads only its own shards of the weights.
 
 A model is first built on the meta device, which allocates no memory for weights. The caller of `load_model` can change
-the model before any weights are read, for example add adapters and shard the model. Finally, transformers' own loading
-code reads the shards of this rank from the weight files.
+the model before any weights are read, for example add adapters and shard the model. After these changes, transformers'
+own loading code reads the shards of this rank from the weight files.
 """
 
 from collections.abc import Callable
@@ -45,8 +45,8 @@ def load_model(
         arrange: function that changes the model in place before the weights are read. `arrange` can shard the model,
             convert its parameters to another dtype, and add or replace modules.
         first_value: function that returns the initial values of parameters that are not read from the weight files,
-            such as adapters. All ranks call `first_value` in the same order. `first_value` is None if all parameters
-            are read from the weight files.
+            such as adapters. All ranks call `first_value` for the same parameters in the same order. `first_value` is
+            None if all parameters are read from the weight files.
         device: device of the weights.
 
     Returns:
@@ -83,7 +83,8 @@ def empty_model(kind: Any, path: str, where: str) -> PreTrainedModel:
         model: PreTrainedModel = skeleton(path, kind, where, attention=PACKED)
         return model
     except ConfigError as error:
-        # Some models look up their attention function in a table of their own, which has no entry for `PACKED`.
+        # Some models look up their attention function in a table of their own, which has no entry for `PACKED`, the
+        # name of rltrain's packed attention.
         if isinstance(error.__cause__, KeyError) and PACKED in error.__cause__.args:
             raise ConfigError(
                 f"{where}: this model implements its own attention, which cannot be replaced by attention over packed "

@@ -3,8 +3,8 @@
 If a model has adapters, only the adapters are trained and sent to the rollout engines.
 
 peft replaces each adapted layer by a layer that computes W x + (alpha / rank) B (A x), where A and B are the adapter's
-matrices (arXiv 2106.09685, section 4.1). This module calls the matrix W of layer X `X.weight`, whether or not the layer
-has an adapter.
+matrices (arXiv 2106.09685, section 4.1). In this module, `X.weight` is the name of the matrix W of layer X, whether or
+not layer X has an adapter.
 """
 
 import difflib
@@ -32,9 +32,9 @@ class Adapter:
     """The parameters of one adapter, possibly sharded.
 
     Attributes:
-        a: (rank, in) matrix A.
-        b: (out, rank) matrix B.
-        scale: factor by which the product B A is multiplied.
+        a: the adapter's matrix A, of shape (rank of the adapter, inputs of the layer).
+        b: the adapter's matrix B, of shape (outputs of the layer, rank of the adapter).
+        scale: factor by which the product B A of the adapter's matrices is multiplied.
     """
 
     a: Tensor
@@ -135,7 +135,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def adapter_parameters(path: str, config: LoRAConfig) -> int:
-    """Return the number of trained parameters: rank times (inputs + outputs), summed over all target layers.
+    """Return the number of trained parameters: adapter rank times (inputs + outputs), summed over all target layers.
 
     Raises:
         ConfigError: `adapted_layers` rejects one of the target layers in the config, or the model's safetensors files

@@ -50,7 +50,8 @@ class AttentionBatch:
     """Contexts whose attention is computed in one sdpa call.
 
     Attributes:
-        index: (contexts, L) position of each token in the pack, where L is the length of the longest context.
+        index: (contexts, L) position of each token in the pack, where L is the length of the longest context in the
+            attention batch.
         real: (contexts, L) bool, False for entries of `index` that are padding.
     """
 
@@ -186,7 +187,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,  # transformers passes the same arguments to all attention functions; packed attention needs only some
+    **_: Any,  # arguments that transformers passes to every attention function, but packed attention does not use
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each context of a pack.
 
@@ -260,8 +261,8 @@ class TeacherStates:
     Attributes:
         numbers: (R,) int64, on the CPU: index of each token's teacher; -1 for a token without a teacher.
         hidden: (R, H') last hidden state of the teacher at each token. H' is the largest hidden size of all teachers.
-        heads: output head (V, H_k) of each teacher. The logits of teacher k are computed from the first H_k <= H'
-            numbers of a hidden state.
+        heads: output head (V, H_k) of each teacher, where H_k is the hidden size of teacher k. The logits of teacher k
+            are computed from the first H_k of the H' entries of a hidden state.
     """
 
     numbers: Tensor
@@ -403,7 +404,7 @@ def stand_in(batch: DataProto) -> list[int]:
 
 
 def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict[str, Tensor]]:
-    """Return three values for the given rows of a batch: the rows, the pack of the rows, and their response columns.
+    """Return the given rows of a batch, the pack (packed forward-pass input) and the response columns of these rows.
 
     Each returned column is padded to the shape (B, T). The returned pack and columns are on this rank's device. The
     returned columns include `mask`, which is True at response tokens, and `response_mask`, which is True at trained
@@ -437,8 +438,9 @@ def row_pass(
 
     Args:
         model: the model that the function runs.
-        function: function that is called with the rows of a micro-batch and the pack of these rows. It returns columns
-            (R, ...) with one value for each of the R response tokens in the pack.
+        function: function that is called with the rows of a micro-batch and the pack (packed forward-pass input) of
+            these rows. `function` must return columns (R, ...) with one value for each of the R response tokens in the
+            pack.
         batch: the batch that contains the rows.
         microbatches: row indices of each forward pass. If a list of row indices is empty, the shortest row of the batch
             is processed, and the results are dropped.

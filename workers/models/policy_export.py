@@ -93,7 +93,7 @@ class Share:
     """The part of an export that one rank writes.
 
     Attributes:
-        rank: number of the rank. Rank 0 also writes all files other than safetensors files.
+        rank: index of the rank that writes this part. Rank 0 also writes all files other than safetensors files.
         ranks: number of ranks that write the export together.
     """
 

@@ -104,8 +104,9 @@ def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], 
     """Return how much the last hidden states of two rows change when another row of their pack is replaced.
 
     Two packs of test rows are compared: the first pack has the rows 0, 1 and 2, and the second pack has the rows 3, 0
-    and 2. For each token of the test rows 0 and 2, the last hidden state in the first pack is compared with that
-    in the second pack. `_apart` returns the largest difference, relative to the norm of the token's state in the first pack.
+    and 2. For each token of the test rows 0 and 2, the last hidden state in the first pack is compared with the last
+    hidden state in the second pack. `_apart` returns the largest norm of the difference between a token's two hidden
+    states, relative to the norm of the token's hidden state in the first pack.
     """
     states, embeddings = list[Tensor](), model.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding), f"unsupported type of input embedding: {type(embeddings).__name__}"

@@ -41,7 +41,7 @@ class Sequence:
 
     @property
     def slice(self) -> int:
-        """Return the number of tokens in one rank's slice, which is equal on all ranks because the pack is padded."""
+        """Return the number of tokens in a slice, which is the same on all ranks because the pack is padded."""
         return max(1, -(-self.tokens // self.size))
 
 

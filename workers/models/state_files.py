@@ -40,9 +40,10 @@ _CLASSES: dict[tuple[str, str], Any] = {
 
 
 def _member(kind: Any, name: str) -> dcp._MEM_FORMAT_ENCODING:
-    """Return the member `name` of the enum `kind`. The unpickler calls `_member` instead of `getattr`.
+    """Return the member `name` of the enum `kind`.
 
-    Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(kind, name)`.
+    Python 3.11.0 to 3.11.3 pickle an enum member as the call `getattr(kind, name)`. To load such a pickle, the class
+    `_Unpickler` calls `_member` in place of `getattr`.
     """
     if kind is not dcp._MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("the pickle asks for an attribute, which an index of tensors never needs")
@@ -89,7 +90,7 @@ def read_index(folder: Folder) -> dcp.Metadata:
 
 
 def _check(index: Any) -> None:
-    """Raise ValueError unless `index` is an index that refers only to tensors in files of the same folder."""
+    """Raise ValueError unless `index` is an index of tensors that are all in files of the index's own folder."""
     _demand(isinstance(index, dcp.Metadata), "the file is not an index of tensors")
     _demand(
         isinstance(index.state_dict_metadata, dict) and isinstance(index.storage_data, dict),
@@ -130,7 +131,7 @@ class StateReader(FsspecReader):
     """Storage reader with which ranks load tensors from a checkpoint, after validating the checkpoint's index.
 
     Args:
-        folder: folder with the tensors of one role.
+        folder: folder with the saved tensors of one role, such as the actor or the reference.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -143,10 +144,12 @@ class StateReader(FsspecReader):
 
 
 class StateFiles:
-    """Reader of one role's saved tensors, one unsharded tensor at a time, without a torch.distributed process group.
+    """Reader of the tensors that a checkpoint holds of one role, such as the actor or the reference.
+
+    The reader returns one unsharded tensor at a time, and needs no torch.distributed process group.
 
     Args:
-        folder: folder with the tensors of one role.
+        folder: folder with the saved tensors of one role, such as the actor or the reference.
     """
 
     def __init__(self, folder: Folder) -> None:

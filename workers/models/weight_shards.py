@@ -14,6 +14,8 @@ GROUP_NUMBERS = 1 << 24
 def weight_groups(model: nn.Module) -> list[list[str]]:
     """Divide the names of a model's parameters, in order, into groups with at most `GROUP_NUMBERS` parameter elements.
 
+    A parameter with more than `GROUP_NUMBERS` elements forms its own group.
+
     The groups depend only on the unsharded shapes of the parameters, so the groups are the same on all ranks and in all
     roles that use the same model.
     """

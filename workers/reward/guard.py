@@ -139,7 +139,7 @@ class GuardedWorker:
         """Start the child process without waiting for the imports of the reward functions.
 
         Args:
-            functions: Reward functions, in the order of the scores.
+            functions: Reward functions, in the same order as the scores of a sample.
             memory_mb: Megabytes of memory that the child process may allocate in addition to the memory that it uses
                 after the imports.
             directory: Working directory of the child process. If `directory` is None, the child process uses the

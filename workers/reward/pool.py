@@ -65,7 +65,8 @@ class RewardPool:
 
         Args:
             transport: Interface to the workers' processes.
-            reward: Reward functions, in the order of the scores, and their limits.
+            reward: Reward functions and their limits. The scores of a result are in the order of these reward
+                functions.
         """
         self._transport, self._timeout_s = transport, reward.timeout_s
         self._names = [function.name for function in reward.functions]
@@ -262,23 +263,24 @@ class RewardPool:
         self._running[slot] = work
         kinds = self._kinds if function is None else [self._kinds[function]]
         # The deadline of a scoring call is the time budget `_BUDGET_S` plus `calls` times the time limit `timeout_s` of
-        # one call of a reward function. In `calls`, all plain functions (neither batched nor async) together count as
-        # 1, because a worker calls no further plain function after the time budget. In `calls`, each batched function
-        # counts as 1, because a worker calls a batched function once for the whole chunk. In `calls`, async functions
-        # count as the number of their calls divided by `concurrency`, rounded up, because at most `concurrency` calls
-        # of async functions run at once.
+        # one call of a reward function. All plain functions (neither batched nor async) together add 1 to `calls`,
+        # because a worker calls no further plain function after the time budget. Each batched function adds 1 to
+        # `calls`, because a worker calls a batched function once for the whole chunk. Async functions add the number of
+        # their calls, divided by `concurrency` and rounded up, to `calls`, because at most `concurrency` calls of async
+        # functions run at once.
         turns = -(-kinds.count("async") * len(requests) // self._concurrency)
         calls = max(1, ("plain" in kinds) + kinds.count("batched") + turns)
         # A scoring call with async functions gets `_GRACE_S` additional seconds, in which a late async function can be
         # cancelled and reported as failed.
         grace = _GRACE_S if "async" in kinds else 0.0
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
-        # A scoring call counts as slow (see `Held`) after `hold_s` seconds without a result. `hold_s` is at least
-        # `_BUDGET_S`, because a worker begins no further sample after `_BUDGET_S` seconds. A slow call therefore begins
-        # no further sample, so the remaining samples of the call can be queued again without being scored twice. If a
+        # A scoring call counts as slow (see `Held`) after `hold_s` seconds without a result. After `_BUDGET_S` seconds,
+        # a worker does not start to score any further sample of the scoring call. `hold_s` is at least `_BUDGET_S`, so
+        # that the samples that a slow scoring call has not started can be queued again without being scored twice. If a
         # scoring call runs async functions, `hold_s` is infinite, so that no spare process begins a second scoring call
-        # meanwhile. Two scoring calls at once could run more than `reward.concurrency` calls of async functions. Calls
-        # of async functions are cancelled at their time limit anyway.
+        # before the first call ends. Two simultaneous scoring calls of one worker could run more than
+        # `reward.concurrency` calls of async functions at once. Calls of async functions are cancelled at their time
+        # limit anyway.
         hold_s = math.inf if "async" in kinds else max(_BUDGET_S, _HOLD_SHARE * self._timeout_s)
         stepwise = set(kinds) == {"plain"}
         self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s, hold_s, stepwise))

@@ -66,9 +66,10 @@ class RayTransport:
     """Implementation of `workers.reward.transport.Transport` for reward workers in Ray actors.
 
     An actor runs at most one call at a time, not counting slow calls that were reported with a `Held` event. The child
-    processes of all actors are numbered together, and this number is called the slot of a child process. Slot s is
-    child process number s // size of actor number s % size, where `size` is the number of actors. Child process number
-    0 of an actor is its first process, and all its other child processes are spare processes.
+    processes of all actors are numbered together, and this number is called the slot of a child process. Slot s
+    belongs to the actor with the index `s % size`, and is the child process with the index `s // size` of this actor,
+    where `size` is the number of actors. Child process number 0 of an actor is its first process, and all its other
+    child processes are spare processes.
     """
 
     def __init__(
@@ -188,8 +189,8 @@ class RayTransport:
     def _result(self, reference: Any) -> "asyncio.Future[Any]":
         """Return the result of a ping or scoring call as a future.
 
-        A running call of the method `events` is notified when a ping or scoring call starts, and again when the ping or
-        scoring call returns its result.
+        When a ping or scoring call starts or returns its result, a running call of the method `events` wakes up to look
+        for new events.
         """
         result: asyncio.Future[Any] = asyncio.wrap_future(reference.future())
         result.add_done_callback(self._arrived)

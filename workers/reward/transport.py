@@ -97,7 +97,7 @@ Event = Answer | Held | Lost
 class Transport(Protocol):
     """Interface to the processes of reward workers.
 
-    Each process has a number, which is called its slot, and runs at most one call at a time.
+    Each process has an index, which is called its slot, and runs at most one call at a time.
 
     Attributes:
         size: Number of reward workers. Each reward worker has one process, and possibly spare processes.
@@ -106,7 +106,7 @@ class Transport(Protocol):
     size: int
 
     def idle(self) -> Sequence[int]:
-        """Return the numbers of the processes in which a call may begin.
+        """Return the slots (indices) of the processes in which a call may begin.
 
         While one process of a reward worker runs a call, no other process of the same worker may begin a call, unless a
         `Held` event has reported the running call as slow.
@@ -116,7 +116,7 @@ class Transport(Protocol):
         """Begin a call in the idle process number `slot`, without waiting for the result."""
 
     async def events(self) -> Sequence[Event]:
-        """Wait for events of the running calls, and return them.
+        """Wait for events of the running calls, and return the events.
 
         Even without an event, the method `events` returns when a worker has become ready or when `start` is called. The
         returned list of events may be empty.
@@ -125,7 +125,7 @@ class Transport(Protocol):
     async def recorded(self) -> list[Recorded]:
         """Return and delete the timeline events that the workers' processes have recorded (see `rltrain.base.trace`).
 
-        The timeline events of the current process are not included.
+        The returned list does not contain the timeline events of the current process.
         """
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class InProcessTransport:
         self._call: Call | None = None
 
     def idle(self) -> Sequence[int]:
-        """Return the numbers of the processes in which a call may begin. See `Transport.idle`."""
+        """Return the slots of the processes in which a call may begin. See `Transport.idle`."""
         return [0] if self._call is None else []
 
     def start(self, slot: int, call: Call) -> None:

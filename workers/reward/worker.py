@@ -1,6 +1,6 @@
 """Code that calls reward functions in the current process.
 
-The current process is the driver, or a child process of the Ray actor `workers.reward.guard.Guard`. The module
+This code runs in the driver, or in a child process of the Ray actor `workers.reward.guard.Guard`. The module
 `workers.reward.worker` does not import torch.
 """
 
@@ -231,8 +231,8 @@ def _await_each(
         return await asyncio.gather(*(in_turn(one, request, turns) for _, _, one, request in wanted))
 
     for (row, number, _, _), outcome in zip(wanted, finish(together()), strict=True):
-        # Async functions run in another thread, where Python raises no KeyboardInterrupt. If the user quits a debugger
-        # in the thread of the async functions, the debugger raises BdbQuit.
+        # Async reward functions do not run in the main thread, and Python raises KeyboardInterrupt only in the main
+        # thread. If the user quits a debugger in the thread of the async functions, the debugger raises BdbQuit.
         outcomes[row][number] = _unless_stopped(outcome) if isinstance(outcome, bdb.BdbQuit) else outcome
 
 

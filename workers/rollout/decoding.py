@@ -46,8 +46,8 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 class RoomyLayer(DynamicLayer):
     """Cache of one layer's keys and values (B, K, W, D), with spare columns on the right for new tokens.
 
-    The keys and values of a new token are written into a spare column of the cache. `DynamicLayer` would copy the whole
-    cache for each new token.
+    The keys and values of a new token are written into a spare column of the cache. The class `DynamicLayer` of
+    transformers would copy the whole cache for each new token.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

@@ -155,9 +155,9 @@ class HFEngine:
         return self._forward(batch, 0)
 
     def _forward(self, batch: Batch, first: int) -> Tensor:
-        """Run the model on the columns from index `first` on, which are not in the key-value cache yet.
+        """Run the model on the token columns from index `first` on, which are not in the key-value cache yet.
 
-        Return the logits (B, V) of the tokens that follow the last column.
+        Return the logits (B, V) of the tokens that follow the last token column.
         """
         output = self.model(
             input_ids=batch.ids[:, first:],

@@ -14,7 +14,7 @@ class HasKey(Protocol):
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Key of the request: (prompt group uid, number of the sample in its group)."""
+        """Key of the request: (uid of the prompt group, index of the sample in its group)."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Request:
     """Request to sample one answer.
 
     Attributes:
-        key: (prompt group uid, number of the sample in its group). If the answer is a turn of a trajectory in an
-            environment, the key ends with a running number.
+        key: (uid of the prompt group, index of the sample in its group). If the answer is a turn of a trajectory in an
+            environment, a third, consecutive number makes the key unique.
         prompt_ids: Token ids of the prompt, which the engine uses unchanged.
         temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
         max_tokens: Maximum number of tokens in the answer. If an answer is cut off at `max_tokens`, its `finish_reason`

@@ -40,7 +40,7 @@ class RolloutPool:
 
     Attributes:
         changes: Object that wakes the waiting coroutines of the pool and of its replicas after each change of state.
-        started: Whether the method `start` has returned.
+        started: Whether the pool's method `start` has returned.
         asleep: Whether the engines have released their device memory. The method `load` wakes sleeping engines.
     """
 
@@ -62,7 +62,7 @@ class RolloutPool:
         self._answers: list[Answer] = []
         self._lost: set[int] = set()  # Uids of the prompt groups that lost answers when a replica died.
         self._deaths = 0  # Number of replicas that died since the last answer arrived.
-        # Arguments of the last `load`, or None if the actor's weights may have changed since that `load`.
+        # Arguments of the last call of `load`; None if the pool must not send weights until the next call of `load`.
         self._source: tuple[Sequence[Role[Sends]], int, bool] | None = None
         self._syncing = asyncio.Lock()
 
@@ -86,7 +86,7 @@ class RolloutPool:
         """Send the requests of prompt groups to the replicas, without waiting for the answers.
 
         All requests of a prompt group go to one replica, which is the replica with the fewest unfinished answers. If no
-        replica can serve yet, the prompt groups are queued until a replica can.
+        replica can generate answers yet, the prompt groups are queued until a replica can generate answers.
         """
         assert not self.asleep, "sleeping engines have no weights to answer requests with: call `load` first"
         serving = [one for one in self.replicas if one.state is ReplicaState.SERVING and one.ready]
@@ -165,7 +165,7 @@ class RolloutPool:
         self.asleep = True
 
     async def hold_weights(self) -> None:
-        """Forbid sending weights to replacement replicas until the next `load`.
+        """Forbid sending weights to replacement replicas until the next call of `load`.
 
         The caller must call `hold_weights` before the actor's weights change. If a replacement replica is receiving
         weights, `hold_weights` waits until the transfer ends.
@@ -192,7 +192,7 @@ class RolloutPool:
         self._resume()
 
     async def give_weights(self, replica: Replica) -> None:
-        """Send the weights of the last `load` to a replica that waits for weights.
+        """Send the actor's weights to a replica that waits for weights, with the arguments of the last call of `load`.
 
         If a call of `load` sends weights to the replica while `give_weights` waits, `give_weights` sends nothing. After
         a call of `hold_weights`, the pool must not send weights, so `give_weights` waits until the next call of `load`
@@ -249,8 +249,8 @@ class RolloutPool:
         """Wait until the cluster has free CPUs and GPUs for an optional replica.
 
         An optional replica never starts while the training ranks restart, because it could take the CPUs or GPUs that
-        the training ranks need. `room_for` therefore waits until `_source` is not None, because `hold_weights` sets
-        `_source` to None before the training ranks restart.
+        the training ranks need. Before the training ranks restart, `hold_weights` sets `_source` to None. `room_for`
+        therefore waits until `load` sets `_source` again.
         """
         assert replica.room is not None, "only an optional replica may wait for free CPUs and GPUs"
 

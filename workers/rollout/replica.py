@@ -39,7 +39,7 @@ class Building:
     """A new process of a replica, in which the engine is being built.
 
     Attributes:
-        role: Handle of the rollout worker in the process.
+        role: Handle of the rollout worker that runs in the new process.
         built: Pending calls that must end before the engine is ready.
         fetched: Running calls that copy the model's files to the machine on which the new process runs. Copying the
             files may take any length of time, as long as it makes progress.
@@ -210,8 +210,9 @@ class Replica:
         """Wait until the engine is built and can receive weights.
 
         Raises:
-            WorkerLost: The process died, the engine was not ready in time, or building the engine failed after the
-                pool's start or for an optional replica. `live` catches WorkerLost and replaces the process.
+            WorkerLost: The process died, or the engine was not ready in time. WorkerLost is also raised if building the
+                engine failed, unless the pool is still starting and the replica is not optional. `live` catches
+                WorkerLost and replaces the process.
             WorkerError: Building the engine failed during the pool's start, and the replica is not optional.
         """
         try:

@@ -28,7 +28,7 @@ _OPEN_TABLES = 4
 class StoredEngine:
     """Engine that looks up answers in the tables of samples of an earlier run.
 
-    An answer is found by the uid of its prompt group and by the number of the answer in the group.
+    An answer is found by the uid of its prompt group and by the index of the answer in the group.
 
     Args:
         folder: Output folder of the earlier run.

@@ -36,7 +36,7 @@ class TurnRequest:
         messages: Chat messages that are added to the context. In a turn with a new context, `messages` is the whole
             conversation. In a turn that continues a context, `messages` contains, for instance, the results of tools.
         room: Maximum number of tokens in the new messages and the action together. In the first turn, `room` limits
-            only the action.
+            only the number of tokens in the action.
         max_prompt_tokens: Maximum number of tokens in the prompt of the first turn.
         max_tokens: Maximum number of tokens in the action.
         max_message_tokens: Maximum number of tokens in the text of each new message after the first turn; longer texts
@@ -46,8 +46,8 @@ class TurnRequest:
         seed: Seed of the random numbers with which the action is sampled.
         tools: Schemas of the tools that are described in the prompt; None stands for the tools of the run, which are in
             `TurnFormat.tools`.
-        serial: Number of the request among the requests of its client. `key` does not identify a request, because a
-            trajectory that starts again reuses the keys of its earlier requests.
+        serial: Sequence number of the request among all requests of the same client. The field `key` does not identify
+            a request, because a trajectory that starts again reuses the keys of its earlier requests.
     """
 
     key: tuple[int, int, int]

@@ -475,7 +475,8 @@ class AsyncVLLM:
             while True:
                 if isinstance(item, EngineDeadError):
                     raise self._reason(item)
-                if self.keys.pop(name, None):  # vLLM also answers aborted requests, which are not in `keys`.
+                # vLLM also returns outputs for aborted requests. The ids of aborted requests are not in `keys`.
+                if self.keys.pop(name, None):
                     if isinstance(item, Exception):
                         raise self._reason(item)
                     found.append(item)
@@ -531,7 +532,8 @@ class AsyncVLLM:
     def _sync(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
             self._run(coroutine)
-        except Exception as error:  # Only the text of an error from another process shows its type.
+        # The type of an error that another process raised is known only from the error's text.
+        except Exception as error:
             raise (SyncError(str(error)) if "weight sync" in str(error) else error) from None
 
     async def _start_load(self) -> None:

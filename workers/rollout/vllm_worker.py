@@ -73,9 +73,9 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Object that loads received buckets of weights through vLLM's layerwise reload, and checks the layers' outputs.
 
-    On a CPU, the parts of the checks that use only torch run in a second thread. vLLM's own kernels never run in the
-    second thread, because vLLM's kernels share scratch memory. Two kernels of vLLM that run at the same time silently
-    compute wrong numbers.
+    On a CPU, those parts of the layer checks that use only torch run in a second thread. vLLM's own kernels never run
+    in the second thread, because vLLM's kernels share scratch memory. Two kernels of vLLM that run at the same time
+    silently compute wrong numbers.
     """
 
     init_info_cls = InitInfo
@@ -130,7 +130,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         self.reader.close()
         if self.adapters.parts:
-            # The weights without an adapter are also loaded from the model's files, because an engine that has slept
+            # The weights that have no adapter are also loaded from the model's files, because an engine that has slept
             # may have lost these weights.
             self._load(self.adapters.merged(everything=True))
         finalize_layerwise_reload(self.model, self.model_config)
@@ -230,9 +230,8 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
 
     Args:
         model: The model.
-        products: True to run only the linear layers and the output heads, or False to handle only the remaining layers.
-            If `products` is False, all rows of the embeddings are looked up, and one-dimensional parameters such as
-            norm weights are returned.
+        products: True to run only the linear layers and the output heads. False to run only the embeddings, and to
+            return the one-dimensional parameters of all other layers, such as norm weights.
 
     Returns:
         A dictionary from checkpoint names to the products W v in float32, with one entry for each part of a fused
@@ -255,10 +254,10 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
 
 
 def _embedding(module: VocabParallelEmbedding) -> Tensor:
-    """Return the product W v (V,) for the matrix W of an embedding.
+    """Return the product (V,) of an embedding's weight matrix and the probe vector.
 
-    All rows of W are obtained by calling the embedding layer, so that the check of the weights also covers the layer's
-    lookup.
+    All rows of the weight matrix are obtained by calling the embedding layer, so that the check of the weights also
+    covers the layer's lookup.
     """
     weight: Any = module.weight
     vector = probe_vector(module.embedding_dim, weight.dtype).to(weight.device)
@@ -279,8 +278,8 @@ def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Ten
         wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
     outputs: dict[str, Tensor] = {}
     for kind, parts in wholes.items():
-        # If the checkpoint also stores the fused layer as a single tensor, `outputs` needs a single entry for the
-        # layer, so the outputs of the layer's parts are concatenated.
+        # If the checkpoint also stores the fused layer as a single tensor, the outputs of the layer's parts are
+        # concatenated, because the returned dictionary then has a single entry for the layer.
         parts = [torch.cat(parts)] if len(names) == 1 else parts
         outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
     return outputs

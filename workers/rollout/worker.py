@@ -215,18 +215,19 @@ class RolloutWorker:
 
         Args:
             sync: Name of the weight sync.
-            before: Result of the previous method call of the weight sync. The result is not used; it is passed only so
-                that Ray runs the calls in order.
+            before: Result of the `load_bucket` call for the previous bucket; None for the first bucket. The result is
+                not read, but passing the result makes Ray load the buckets in order.
             parts: The parts of the bucket, one from each rank.
         """
         self._run("load weights", lambda: self.receiver.bucket(self.engine, sync, parts))
 
     def receive_all(self, sync: str, chain: Chain, place: int) -> None:
-        """Receive each bucket of weights through a process group, send it to the next engine, and load it.
+        """Receive each bucket of weights through a process group, send the bucket to the next engine, and load it.
 
         Args:
             sync: Name of the weight sync.
-            chain: Description of the process group, whose engines pass the buckets on in a chain.
+            chain: Description of the process group. The engines in the process group pass each bucket on from one
+                engine to the next.
             place: Index of this engine in the chain of engines, from 0.
         """
 

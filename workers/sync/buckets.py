@@ -1,8 +1,8 @@
 """Buckets: the units of data in which a weight sync transfers one version of the weights to the engines.
 
 All ranks compute the same layout, which assigns a bucket and an offset in the bucket to each tensor. Each rank writes
-its own part of a bucket, which contains only the tensor rows that the rank holds. An engine joins the parts of all
-ranks and reads whole tensors from the joined bucket.
+its own part of a bucket, which contains only the tensor rows that the rank holds. An engine joins all ranks' parts of a
+bucket, and reads whole tensors from the joined bucket.
 """
 
 import warnings
@@ -60,8 +60,8 @@ class Piece:
 class Bucket:
     """A group of tensors that a weight sync transfers together.
 
-    A `Bucket` that a rank wrote is the rank's part of the group, and contains only the tensor rows that the rank holds.
-    The `Bucket` that the function `join` returns contains whole tensors.
+    A `Bucket` that a rank wrote contains only the tensor rows that the rank holds, and is called the rank's part of the
+    bucket. The `Bucket` that the function `join` returns contains whole tensors.
 
     Attributes:
         version: version of the weights.
@@ -74,7 +74,8 @@ class Bucket:
             rank's pieces one after another, each at a multiple of `ALIGNMENT`. In the result of `join`, and in the file
             at `path`, each tensor starts at its offset in `places`.
         path, offset: path of the file with the bytes, and the offset of the bucket in the file.
-        scale: factor by which the product B A of an adapter is multiplied, or None if the tensors are not adapters.
+        scale: factor by which the product B A of an adapter's matrices B and A is multiplied, or None if the tensors
+            are not adapters.
     """
 
     version: int
@@ -197,8 +198,8 @@ def verify(bucket: Bucket, data: np.ndarray) -> None:
 def tensors_of(bucket: Bucket, data: np.ndarray) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each tensor in a bucket, where the tensor is a view of the bucket's bytes."""
     with warnings.catch_warnings():
-        # PyTorch warns if `data` is read-only. PyTorch's warning is suppressed, because no code writes to the yielded
-        # tensors.
+        # PyTorch warns if the NumPy array `data` is read-only. PyTorch's warning is suppressed, because no code writes
+        # to the yielded tensors.
         warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")
         whole = torch.from_numpy(data)
     for place in bucket.places:

@@ -44,7 +44,7 @@ def probe(tensor: Tensor) -> Tensor:
     return tensor.float() @ probe_vector(tensor.size(1), tensor.dtype)
 
 
-@functools.lru_cache(maxsize=32)  # 32 probe vectors are enough, because models have few different matrix widths.
+@functools.lru_cache(maxsize=32)  # 32 probe vectors are enough: a model's matrices have few different widths.
 @torch.inference_mode(False)
 def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the probe vector (size,) in float32: fixed random values that `dtype` can represent exactly.
@@ -61,7 +61,7 @@ def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray
     Args:
         outputs: maps each tensor name to the output of the engine's own layer for the probe vector.
         probes: maps each tensor name to the output that `probe` has computed from the trainer's weights.
-        version: version of the weights, which the error message names.
+        version: version number of the weights, for the error message.
         dtype: dtype of the engine's weights, which determines the tolerance (see `RELATIVE_ERROR`).
 
     Raises:

@@ -33,7 +33,9 @@ from workers.cluster.progress import tick, waiting
 from workers.sync.buckets import Bucket, Piece, Place, join
 
 CONNECT_S = 60.0  # Time limit in seconds for connecting to the store.
-TRANSFER_S = 3600.0  # Time limit of one transfer in seconds. The driver notices a lost process long before this limit.
+# Time limit of one transfer in seconds. If a process is lost, the driver notices the loss long before `TRANSFER_S`
+# seconds have passed.
+TRANSFER_S = 3600.0
 GIVE_UP_S = 10.0  # Time limit in seconds for marking a weight sync as failed.
 LOOK_S = 1.0  # Seconds between two checks whether the weight sync was marked as failed.
 TAG = 0
@@ -68,7 +70,7 @@ class Chain:
     buckets: int
 
     def senders(self, number: int) -> list[int]:
-        """Return the numbers of the ranks that send a part of the bucket with the given number."""
+        """Return the indices of the ranks that send a part of the bucket with the index `number`."""
         bits = np.unpackbits(self.takes_part[number], count=self.ranks)
         return [int(rank) for rank in np.flatnonzero(bits)]
 
@@ -90,8 +92,8 @@ def serve_store(host: str) -> TCPStore:
 def give_up(chain: Chain, reason: str) -> None:
     """Mark a weight sync as failed in the store, so that the members of the sync stop waiting for each other.
 
-    If the store cannot be reached, `give_up` does nothing: rank 0 of the actor, whose process runs the store, is lost,
-    and the members notice that their connections to the store are closed.
+    If the store cannot be reached, `give_up` does nothing. In this case, rank 0 of the actor, whose process runs the
+    store, is lost. The members of the sync then stop because their connections to the store are closed.
     """
     with contextlib.suppress(RuntimeError):
         _mark(_connect(chain, GIVE_UP_S), reason)
@@ -103,7 +105,7 @@ def _connect(chain: Chain, limit_s: float) -> PrefixStore:
 
 
 def _mark(store: PrefixStore, reason: str) -> None:
-    store.compare_set(GIVEN_UP, "", reason or "failed")  # `compare_set` does not replace an earlier reason.
+    store.compare_set(GIVEN_UP, "", reason or "failed")  # `compare_set` keeps the reason of an earlier failure.
 
 
 class Member:
@@ -111,7 +113,7 @@ class Member:
 
     Args:
         chain: description of the weight sync.
-        number: number of this process in the process group.
+        number: index of this process among the members of the process group.
 
     Raises:
         SyncError: the store cannot be reached.
@@ -225,12 +227,12 @@ class Member:
 def send_parts(chain: Chain, rank: int, write: Callable[[int], Bucket]) -> None:
     """Send one rank's parts of all buckets to the first engine of the chain.
 
-    While a part is being sent, the rank writes its next part.
+    While the rank's part of one bucket is being sent, `write` creates the rank's part of a later bucket.
 
     Args:
         chain: description of the weight sync.
-        rank: number of the rank in the process group.
-        write: function that takes the number of a bucket, and returns this rank's part of the bucket.
+        rank: index of the rank among the members of the process group.
+        write: function that takes the index of a bucket, and returns this rank's part of the bucket.
 
     Raises:
         SyncStopped: another process of the weight sync failed.
@@ -250,7 +252,7 @@ def send_parts(chain: Chain, rank: int, write: Callable[[int], Bucket]) -> None:
 
 
 def receive_buckets(chain: Chain, place: int, load: Callable[[Bucket], None]) -> None:
-    """Receive all buckets of a weight sync, send each to the next engine of the chain, and then load the bucket.
+    """Receive each bucket of a weight sync, send the bucket to the next engine of the chain, and then load the bucket.
 
     While a bucket is loaded, the next bucket is received.
 
@@ -282,9 +284,10 @@ def receive_buckets(chain: Chain, place: int, load: Callable[[Bucket], None]) ->
 
 
 def encoded(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
-    """Return the description of a bucket as JSON in bytes (n,) uint8, and the bucket's probes as bytes (m,) uint8.
+    """Return a bucket's description as JSON in bytes (n,) uint8, and the bucket's probes as bytes (m,) uint8.
 
-    The description is not pickled, because unpickling data from a network connection can run arbitrary code.
+    A probe is a vector with which an engine verifies its weights (see `Piece.probe`). The description is not pickled,
+    because unpickling data from a network connection can run arbitrary code.
     """
     probes = [piece.probe for piece in bucket.pieces if piece.probe is not None]
     pieces = [
@@ -309,7 +312,7 @@ def decoded(header: np.ndarray, data: np.ndarray, probes: np.ndarray) -> Bucket:
 
 
 def packed(takes_part: Sequence[Sequence[bool]]) -> np.ndarray:
-    """Return `Chain.takes_part` for booleans (ranks, buckets) that say whether a rank sends a part of a bucket."""
+    """Pack booleans (ranks, buckets), which say whether a rank sends a part of a bucket, as `Chain.takes_part`."""
     return np.packbits(np.asarray(takes_part, dtype=bool).T, axis=1)
 
 

@@ -45,7 +45,8 @@ class Sleeps(Protocol):
 class Receiver:
     """Receiver of an engine's weight syncs, which records whether the engine is allowed to generate responses.
 
-    The engine must not generate while it sleeps, between the calls of `start` and `finish`, and after a failed sync.
+    The engine must not generate while the engine sleeps, between the calls of `start` and `finish`, or after a failed
+    sync.
 
     Attributes:
         asleep: whether the engine has released its weights.
@@ -81,10 +82,10 @@ class Receiver:
         return self.asleep
 
     def start(self, engine: Loads, sync: str, version: int) -> str | None:
-        """Start a weight sync, and wake the engine if it sleeps.
+        """Start a weight sync, and wake the engine if the engine sleeps.
 
-        Return a string that is equal in two processes if they can map each other's shared files, or None (see
-        `memory.whereabouts`).
+        Return the result of `memory.whereabouts`: a string that is the same in two processes if the two processes can
+        map each other's shared files, or None.
         """
         self.sync, self.version, self.broken, self.asleep = sync, version, None, False
         self._guarded(engine.start_load)

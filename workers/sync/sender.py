@@ -40,8 +40,8 @@ class Offer:
         takes_part: for each bucket of the sync, whether the rank takes part in writing the bucket. A rank that
             sends no part of a bucket takes part in writing the bucket only if it must help to gather a tensor. If there
             are several replicas of the model, the ranks of only one replica send rows.
-        where: string that is equal in two processes if they can map each other's shared files, or None (see
-            `memory.whereabouts`).
+        where: string that shows which processes can share files: two processes that can map each other's shared files
+            have the same string. None if the string is unknown (see `memory.whereabouts`).
         has_file: whether the driver gave a path for a shared file and, on rank 0, the shared file could be created.
         gathers: whether at least one tensor must be gathered from several ranks before the tensor is sent.
     """
@@ -59,7 +59,7 @@ class Sender:
     `takes_part` returns True.
 
     Args:
-        model: the model whose parameters are sent, possibly sharded. Tied parameters are sent once.
+        model: the model whose parameters are sent; the parameters may be sharded. Tied parameters are sent once.
         version: version of the weights.
         dtype: dtype of the weights in the engine, "float32" or "bfloat16".
         check: whether to send the checksums and probes of `workers.sync.checks`, with which the engines verify the
@@ -80,7 +80,7 @@ class Sender:
         self.store: TCPStore | None = None
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return a dictionary from names to the tensors to send, possibly sharded."""
+        """Return a dict that maps names to the tensors to send; the tensors may be sharded."""
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def offer(self, path: str | None) -> Offer:
@@ -117,7 +117,7 @@ class Sender:
         return self.store.host, self.store.port
 
     def send(self, chain: Chain, member: int) -> None:
-        """Send this rank's parts of all buckets through a process group, in which the rank has the number `member`."""
+        """Send this rank's parts of all buckets through a process group, in which this rank has the index `member`."""
         send_parts(chain, member, partial(self.write, path=None))
 
     @torch.no_grad()
@@ -160,8 +160,8 @@ class Sender:
         rows = rows.reshape(1) if rows.ndim == 0 else rows
         row = len(target) // max(1, len(rows))
         tick()
-        # The rows are copied in chunks of a multiple of 8 rows, so that the length of a chunk in bytes is a multiple of
-        # 8. With other chunk lengths, the sum of the chunks' checksums would differ from the checksum of all rows.
+        # The number of rows in a chunk is a multiple of 8, so that the length of a chunk in bytes is a multiple of 8.
+        # With chunks of other lengths, the sum of the chunks' checksums would differ from the checksum of all rows.
         step = max(8, CHUNK_BYTES // max(1, row) // 8 * 8)
         out = torch.from_numpy(target).view(self.torch_dtype).view(rows.shape)
         total, probes = 0, []
@@ -205,7 +205,7 @@ class AdapterSender(Sender):
         (self.scale,) = {adapter.scale for adapter in self.adapters.values()}
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return a dictionary from names to the matrices A and B of every adapter, possibly sharded."""
+        """Return a dict that maps names to the matrices A and B of every adapter; the matrices may be sharded."""
         return adapter_tensors(model)
 
     def takes_part(self, number: int) -> bool:

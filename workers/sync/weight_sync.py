@@ -10,8 +10,8 @@ process dies, all later calls of the weight sync also fail, because each call ne
 If the ranks and engines are on several hosts, they transfer the buckets through a process group, as
 `workers.sync.process_group` describes. With `rollout.weight_transport=object_store`, ranks and engines use neither a
 shared file nor a process group. Each rank returns the bytes of its rows as the result of the call `export`, and Ray
-passes the bytes to the engines as arguments of the call `load_bucket`. If the ranks must gather some of the tensors
-together, ranks and engines on several hosts transfer the buckets in this way, too.
+passes the bytes to the engines as arguments of the call `load_bucket`. Ranks and engines on several hosts also transfer
+the buckets as results and arguments of Ray calls if the ranks must gather some of the tensors together.
 """
 
 import asyncio
@@ -38,7 +38,8 @@ class Sends(Protocol):
     def export(self, number: int, path: str | None, *loaded: None) -> Bucket:
         """Write the rows that this rank holds into a bucket.
 
-        Ray runs `export` after the calls whose results are in `loaded`.
+        `loaded` holds the results (None) of earlier `load_bucket` calls, so Ray runs `export` only after these calls
+        have ended.
         """
 
     def serve_store(self) -> tuple[str, int]:
@@ -67,7 +68,7 @@ class Receives(Protocol):
     def load_bucket(self, sync: str, before: None, *parts: Bucket) -> None:
         """Load a bucket from the parts that the ranks wrote.
 
-        Ray runs `load_bucket` after the call whose result is `before`.
+        `before` is the result (None) of the engine's previous `load_bucket` call, so Ray runs the calls in order.
         """
 
     def receive_all(self, sync: str, chain: Chain, place: int) -> None:
@@ -123,8 +124,8 @@ async def sync(
                 "host, and room for two buckets in its shared memory; use rollout.weight_transport=auto"
             )
         through_group = transport == "process_group" or (transport == "auto" and receivers[0].concurrent and not shared)
-        # No process group is used if the ranks must gather some tensors in collectives. In a collective, the other
-        # ranks would wait for a rank that has already left the process group.
+        # No process group is used if the ranks must gather some tensors in collectives. If one rank gave up a failed
+        # weight sync, the other ranks would wait for this rank in the collective.
         if through_group and not any(offer.gathers for offer in offers):
             await _through_group(ranks, engines, path, offers, places)
         else:
@@ -158,8 +159,8 @@ async def _stream(
         engines: the engines.
         path: path of the shared file, which is also the name of the weight sync.
         offers: the description of what each rank sends.
-        shared: whether the bytes of the buckets go through the shared file. If `shared` is False, the bytes are results
-            of the ranks' calls and arguments of the engines' calls.
+        shared: whether the bytes of the buckets go through the shared file. If `shared` is False, each rank returns its
+            bytes as the result of `export`, and Ray passes the bytes to the engines as arguments of `load_bucket`.
     """
     file = path if shared else None
     loaded: list[list[Pending[None]]] = []
@@ -201,7 +202,8 @@ async def _through_group(
         await results([*sent, *loaded], depends_on=involved)
     except BaseException as error:
         await asyncio.to_thread(give_up, chain, described(error))
-        # A SyncStopped says only that another process failed. Raise the error of the failed process instead, if any.
+        # A SyncStopped says only that another process failed. If that process has raised an error, raise its error
+        # instead of the SyncStopped.
         if isinstance(error, SyncStopped):
             for call in [*sent, *loaded]:
                 with contextlib.suppress(SyncStopped):

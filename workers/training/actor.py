@@ -97,7 +97,7 @@ class ActorWorker:
         self.state = RankState("actor", self.model, self.optimizer, base=self.path)
 
     def _arrange(self, model: PreTrainedModel) -> None:
-        """Add adapters if the config requests adapters, and shard the model. The model has no weights yet."""
+        """Add adapters if the config requests adapters, and shard the model, before its weights are loaded."""
         if self.config.model.lora:
             adapt(model, self.config.model.lora)
         shard(model, self.config)
@@ -129,16 +129,16 @@ class ActorWorker:
         return row_pass(self.model, columns, batch, microbatches)
 
     def _reference(self, part: DataProto) -> tuple[Tensor, Tensor]:
-        """Return the reference model's hidden states (R, H) at the response tokens, and its output head (V, H)."""
+        """Return the hidden states (R, H) at the response tokens and the output head (V, H) of the reference model."""
         assert self.ref_head is not None, "the exact KL requires a copy of the reference model's output head"
         return part.values("ref_hidden").to(device()), self.ref_head
 
     def add_teacher_head(self, head: Tensor) -> None:
         """Append a teacher's output head (V', H'), which `TeacherWorker.output_head` returned, to `teacher_heads`.
 
-        The teachers are in the order of the config. The exact KL to the teacher needs the teacher's output head,
-        because the teacher sends only hidden states. If the teacher's vocabulary is longer than the policy's, the
-        teacher's distribution is restricted to the policy's vocabulary.
+        The output heads must be appended in the order of the teachers in the config. The exact KL to a teacher needs
+        the teacher's output head, because the teacher sends only hidden states. If the teacher's vocabulary is larger
+        than the policy's, the teacher's distribution is restricted to the policy's vocabulary.
         """
         words = self.model.get_output_embeddings().weight.size(0)
         assert len(head) >= words, "a teacher's vocabulary must not be smaller than the policy's"
@@ -309,7 +309,7 @@ class ActorWorker:
             max_response_length=self.config.rollout.max_response_length,
         )
         # FSDP averages the gradients over the ranks, but the gradient of the whole mini-batch is the sum over the
-        # ranks. Therefore, the loss is multiplied by the number of ranks.
+        # ranks. Multiplying the loss by the number of ranks turns the average into the sum.
         (loss * torch.distributed.get_world_size()).backward()
         _add(result.losses, parts)
         _add(result.sums, sums)
@@ -348,8 +348,8 @@ class ActorWorker:
         """Gather the reference model's output head (V, H) for the exact KL. All training ranks must call this method.
 
         Args:
-            shard: shard of the output head from the rank of the reference model that has the same rank number as this
-                rank.
+            shard: the shard of the reference model's output head that the reference rank with the same rank number as
+                this rank holds.
         """
         self.ref_head = whole_of(shard.to(device(), copy=True), self.model.get_output_embeddings().weight)
 
@@ -384,9 +384,11 @@ class ActorWorker:
         self.sender.send(chain, member)
 
     def end_export(self) -> None:
-        """Free the memory of the sender, after all weights were sent or after the weight sync failed."""
+        """Free the memory that was used to send the weights, after the weight sync has succeeded or failed."""
         self.sender.close()
-        del self.sender  # The sender's references would keep the parameters of a replaced model in memory.
+        # `sender` refers to the model's parameters. If the model is replaced later, `sender` would keep the old
+        # parameters in memory.
+        del self.sender
 
     def save_state(self, url: str) -> None:
         """Start writing this rank's part of a checkpoint and of the exported model, in the background.

@@ -141,7 +141,10 @@ def split_minibatches(
 
 
 def _row_sums(batch: DataProto, mask: Tensor) -> Tensor:
-    """Return, for each of the B rows, how many of the row's response tokens have True in `mask` (N,)."""
+    """Return, for each row of the batch, the number of response tokens at which `mask` is True.
+
+    `mask` (N,) has one value for each of the N response tokens of all rows.
+    """
     return torch.segment_reduce(mask.float(), "sum", offsets=batch.offsets("response_mask"))
 
 
@@ -202,8 +205,8 @@ def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
     Token metrics are means over trained tokens, and `teacher_kl` is the mean over the trained tokens of answers that a
     teacher has scored. Losses, `grad_norm` and `lr` are means over optimizer steps, and `grad_norm_max` is the maximum
     over optimizer steps. `skipped_updates` is the number of skipped optimizer steps. Skipped optimizer steps are
-    excluded from all means except the mean of `lr`. If all optimizer steps were skipped, the token metrics, losses and
-    gradient norms are NaN.
+    excluded from all means except the mean of `lr`. If all optimizer steps were skipped, losses, gradient norms and
+    most token metrics are NaN.
 
     `sft_tokens` is the number of tokens of supervised answers, and `sft_loss` is the mean supervised loss of a token of
     a supervised answer. If `sft_tokens` is 0, the metric `sft_loss` is missing.

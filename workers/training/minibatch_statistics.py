@@ -30,8 +30,8 @@ def with_selected(
         algorithm: settings that name the loss and its token selector.
 
     Returns:
-        A batch whose column `selected` is (N, E): `selected[:, e]` is True for the tokens that the token selector
-        selects in the mini-batches of epoch e.
+        A batch whose bool column `selected` (N, E) has one value for each of N response tokens and E epochs.
+        `selected[:, e]` is True for the tokens that the token selector selects in the mini-batches of epoch e.
     """
     selectors = loss_functions(algorithm.loss_mode)[1:]
     if not selectors:

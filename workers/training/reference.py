@@ -70,7 +70,7 @@ class ReferenceWorker(TeacherWorker):
 
         Args:
             number: index of the group of weights in the result of `weight_groups`.
-            shards: shards of the actor's weights in weight group `number`, from the actor's rank that has the same rank
+            shards: shards of the actor's weights in weight group `number`, sent by the actor's rank with the same rank
                 number as this rank.
         """
         tick()

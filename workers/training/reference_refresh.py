@@ -32,7 +32,10 @@ async def refresh_reference(actor: WorkerGroup[ActorWorker], reference: WorkerGr
 
 
 def _updates(source: Role[ActorWorker], target: Role[ReferenceWorker], groups: int) -> list[Pending[None]]:
-    """Start the update of one rank of the reference model, with one call of `refresh` for each group of its shards."""
+    """Start to update the shards of one rank of the reference model, and return the pending calls.
+
+    Each group of the rank's shards is updated by one call of `ReferenceWorker.refresh`.
+    """
     to_host, started = source.process is not target.process, list[Pending[None]]()
     for number in range(groups):
         taken = [started[number - _IN_FLIGHT].later] if to_host and number >= _IN_FLIGHT else []

@@ -44,7 +44,7 @@ class RewardModelWorker:
         )
 
     def compute_scores(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Compute the column `model_scores`, with rows in the order of `microbatches`.
+        """Compute the score of each row as the column `model_scores`, with rows in the order of `microbatches`.
 
         The column `prompts` of `batch` must contain all tokens of a row, including the response.
         """
@@ -69,7 +69,8 @@ def score_head(model: PreTrainedModel) -> nn.Module:
 def row_scores(model: PreTrainedModel, packed: Pack) -> Tensor:
     """Return the model's output at the last token of each packed row, in float32."""
     outputs: list[Tensor] = []
-    # A hook reads the scores of all tokens, because the model treats the pack as one row and returns a single score.
+    # A hook reads the scores of all tokens, because the model treats all packed rows as a single row and returns a
+    # single score.
     hook = score_head(model).register_forward_hook(lambda _, __, out: outputs.append(out))
     model(
         input_ids=packed.input_ids,
@@ -80,7 +81,7 @@ def row_scores(model: PreTrainedModel, packed: Pack) -> Tensor:
     )
     hook.remove()
     begins = packed.position_ids[0] == 0
-    # Each row ends where the next row begins, and the last row ends at the end of the pack.
+    # Each packed row ends where the next row begins, and the last row ends at the end of the packed sequence.
     return outputs[0][0, begins.roll(-1), 0].float()
 
 

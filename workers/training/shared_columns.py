@@ -40,9 +40,9 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
     return list(dict.fromkeys(columns))
 
 
-# A receiver that needs rows of a column may already have some of these rows. If the receiver has at most the share FEW
-# of the needed rows, the driver sends all needed rows in one new part (an object in Ray's object store). Making one new
-# part takes the driver less time than making several new parts, even if the receiver gets some rows twice.
+# A receiver that needs rows of a column may already have some of these rows. If the receiver has at most the fraction
+# FEW of the needed rows, the driver puts all needed rows into Ray's object store as one new object. Creating one object
+# takes the driver less time than creating several objects, even if the receiver gets some rows twice.
 FEW = 0.1
 
 
@@ -139,7 +139,7 @@ def _divided(
     by_parts: dict[tuple[int, ...], list[str]] = {}
     for name in columns:
         by_parts.setdefault(tuple(k for k, part in enumerate(parts) if name in part.columns), []).append(name)
-    # Columns of which all rows are sent, because the receiver has few or none of the rows already (see `FEW`).
+    # Columns for which all needed rows are sent, because the receiver has few or none of these rows yet (see `FEW`).
     whole: list[str] = []
     for numbers, names in by_parts.items():
         if any(held[number] is None for number in numbers):
@@ -159,14 +159,14 @@ def _divided(
 
 
 def _put(batch: DataProto, needs: Sequence[tuple[int, np.ndarray]], process: WorkerProcess) -> list[_Part]:
-    """Put rows of a batch into Ray's object store, as one part for each receiver.
+    """Put rows of a batch into Ray's object store, and return one `_Part` for each receiver.
 
     The rows of all receivers are copied in one operation, because a separate copy for each receiver would traverse the
     whole batch each time.
 
     Args:
         batch: the batch, with only the columns that the receivers need.
-        needs: for each receiver, its number and the row numbers that it needs.
+        needs: for each receiver, a pair of the receiver's index and the indices of the rows that the receiver needs.
         process: one of the processes that will read the rows.
     """
     parts = batch[np.concatenate([rows for _, rows in needs])].ranges([len(rows) for _, rows in needs])

@@ -15,7 +15,7 @@ from workers.models.row_isolation import load_policy
 
 
 class TeacherWorker:
-    """One rank of a teacher, whose weights never change.
+    """One rank of a frozen teacher model.
 
     Args:
         config: the run's whole config.
@@ -51,7 +51,7 @@ class TeacherWorker:
     def output_head(self) -> Tensor | None:
         """Return the weight (V, H) of the last layer, times the factor by which the model multiplies its logits.
 
-        All ranks must call this method. Only rank 0 returns the weight, and all other ranks return None.
+        All ranks must call this method. Only rank 0 returns the weight of the last layer; all other ranks return None.
 
         Raises:
             ConfigError: the last layer has a bias, which the exact KL does not support.

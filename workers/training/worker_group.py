@@ -169,9 +169,10 @@ class WorkerGroup(Generic[W_co]):
         """Split mini-batches over the ranks.
 
         Returns:
-            A list that contains, for each rank, the rows that the rank reads and the rank's parts of the mini-batches;
-            and a dictionary of metrics of the overhead that splitting the mini-batches causes. Row indices in the
-            mini-batches are indices into the rows that the rank reads.
+            Two values. The first value is a list that contains, for each rank, the rows that the rank reads and the
+            rank's parts of the mini-batches. The row indices in a rank's part of a mini-batch are indices into the rows
+            that the rank reads. The second value is a dictionary of metrics of the overhead that splitting the
+            mini-batches causes.
         """
         lengths, work = self.costs(batch)
         tokens = max_tokens * self.sequence_ranks

@@ -38,8 +38,8 @@ def decoupled_gae(
     are discounted only by gamma. If `lam` is below 1, the advantages have less variance than with a `lam` of 1.
 
     The index t counts only trained tokens, so no discount is applied over tool-output tokens. The critic's value V is 0
-    after the last trained token. All tensors have the shape (B, T). Inputs in masked slots are ignored, and the results
-    are 0 in masked slots. The results have no gradient.
+    after the last trained token. All tensors have the shape (B, T). Inputs in masked slots are ignored. The returned
+    advantages and returns are 0 in masked slots, and have no gradient.
 
     Raises:
         ValueError: if gamma, lam or lam_critic is outside [0, 1].

@@ -1,4 +1,7 @@
-"""Entropy-weighted advantages (GTPO, GRPO-S): correct answers weigh more at high entropy, wrong ones at low entropy."""
+"""Entropy-weighted advantages (GTPO, GRPO-S).
+
+Correct answers get larger rewards at high entropy, and wrong answers get more negative rewards at low entropy.
+"""
 
 import math
 
@@ -47,10 +50,10 @@ def gtpo(
     answers, tokens with a lower entropy get more negative rewards. The number 1e-8 is added to each entropy, so that
     tokens whose entropies are all 0 get equal rewards.
 
-    mean(r) and the unbiased std(r) are computed over all trained tokens of the group. With `separate`, mean(r) and
-    std(r) are computed separately for correct and wrong answers, as in eq. 6 of the GTPO paper. With `separate`, the
-    mean advantage of the correct answers is 0, and so is the mean advantage of the wrong answers. With `separate`, the
-    policy does not learn to prefer correct answers to wrong ones.
+    The mean and the unbiased std of the token rewards r_{i,t} are computed over all trained tokens of the group. With
+    `separate`, mean(r) and std(r) are computed separately for correct and wrong answers, as in eq. 6 of the GTPO paper.
+    With `separate`, the mean advantage of the correct answers is 0, and so is the mean advantage of the wrong answers.
+    With `separate`, the policy does not learn to prefer correct answers to wrong ones.
 
     A group whose answers are all correct or all wrong gets advantages of exactly 0, and so does a group with only one
     answer. The GTPO paper builds on DAPO, whose dynamic sampling drops groups in which all answers have the same
@@ -102,8 +105,9 @@ def grpo_s(
 
     H_i is the entropy of the policy before the update, averaged over the trained tokens of answer i (eq. 8 of arXiv
     2508.04349). For a correct answer, the sum over k runs over the n correct answers of the group (same `uid`). For a
-    wrong answer, the sum over k runs over the m wrong answers of the group. The mean and the unbiased std of r are
-    computed over the answers of the group, and each answer counts once. The number 1e-8 is added to each entropy H_i.
+    wrong answer, the sum over k runs over the m wrong answers of the group. The mean and the unbiased std of the answer
+    rewards r_i are computed over the answers of the group, and each answer counts once. The number 1e-8 is added to
+    each entropy H_i.
 
     A group whose answers are all correct or all wrong gets advantages of exactly 0, and so does a group with only one
     answer. `successes` is 1 for a correct answer, 0 for a wrong one, and NaN if no reward function decides whether the
@@ -148,16 +152,16 @@ def _learning_rows(response_mask: Tensor, uid: Tensor, valid: Tensor, successes:
 
 
 def _by_outcome(uid: Tensor, correct: Tensor) -> Tensor:
-    """Return one number per row (B,); rows have equal numbers if and only if their group and outcome are equal."""
+    """Return an id for each row (B,), which two rows share if and only if they have the same group and outcome."""
     return 2 * group_index(uid) + correct.long()
 
 
 def _relative_shares(entropies: Tensor, outcome: Tensor, counted: Tensor, correct: Tensor) -> Tensor:
     """Compute n w / sum(w), with w = entropy for correct and w = 1 / entropy for wrong answers: (B, T) -> (B, T).
 
-    For each slot, sum(w) runs over n slots: the slots in the same column that are marked in `counted` (B, T) and whose
-    rows have the same `outcome` (B,). The factor n makes the mean of n w / sum(w) over the n summed slots equal to 1.
-    The results in slots that are not marked in `counted` are meaningless.
+    For each slot, the weights w are summed over n slots: the slots in the same column that are marked in `counted`
+    (B, T) and whose rows have the same `outcome` (B,). The factor n makes the mean of n w / sum(w) over the n summed
+    slots equal to 1. The results in slots that are not marked in `counted` are meaningless.
     """
     # An entropy is clamped to at least 0, because rounding can make an entropy slightly negative.
     entropies = entropies.clamp(min=0) + EPS

@@ -23,10 +23,11 @@ def gdpo(
     """Compute A_{i,t} = (s_i - mean(s)) / (std(s) + 1e-6), s_i = sum_k w_k (r_{i,k} - mean_k) / (std_k + 1e-6).
 
     The formula of A_{i,t} comes from GDPO, arXiv 2601.05242. The value r_{i,k} is reward component k of row i, or NaN
-    if the component does not apply to the row. The statistics mean_k and std_k are computed over those valid rows of
-    the group whose component k is not NaN. The statistics mean(s) and std(s) are computed over the valid rows of the
-    batch, and each row counts once. Both std_k and std(s) are unbiased (divisor n - 1). Because each component is
-    normalised separately, a component with many distinct values does not outweigh a component with few distinct values.
+    if the component does not apply to the row. mean_k and std_k are the mean and the standard deviation of component k
+    over the valid rows of the group whose component k is not NaN. mean(s) and std(s) are the mean and the standard
+    deviation of the sums s_i over the valid rows of the batch, where each row counts once. The standard deviations
+    std_k and std(s) are unbiased (divisor n - 1). Because each component is normalised separately, a component with
+    many distinct values does not outweigh a component with few distinct values.
 
     `weights` holds one weight w_k for each reward component. If `weights` is (), every component has the weight 1. A
     component that is constant within a group adds exactly 0 to the sums s_i of the group. A row is excluded from the

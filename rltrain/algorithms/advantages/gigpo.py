@@ -28,17 +28,19 @@ def gigpo(
         A^E_i = (R_i - mean(R)) / F(R),    A^S_{i,k} = (G_{i,k} - mean(G)) / F(G),    G_{i,k} = sum_l gamma^l r_{i,k+l}
 
     R_i is the sum of all rewards of trajectory i, and mean(R) is computed over the valid rows with the same `uid`. The
-    value r_{i,k} is the sum of the rewards in turn k of trajectory i. The mean of G is computed over the turns that
-    start in the same state (equal `turn_states`) and belong to valid rows with the same `uid`. The divisor F is the
-    unbiased std plus 1e-6 if `norm_by_std` is True, else 1. All tokens of a turn get the turn's advantage. The
-    trajectory advantage A^E is exactly 0 if the group has only one trajectory. The turn advantage A^S is exactly 0 for
-    a turn if no other turn of the group starts in the same state.
+    value r_{i,k} is the sum of the rewards in turn k of trajectory i. The mean of the discounted returns G is computed
+    over the turns that start in the same state (the same value in `turn_states`) and belong to valid rows with the same
+    `uid`. If `norm_by_std` is True, the divisor F is 1e-6 plus the unbiased std of the values that are averaged in the
+    mean; otherwise F is 1. All tokens of a turn get the turn's advantage. The trajectory advantage A^E is exactly 0 if
+    the group has only one trajectory. The turn advantage A^S is exactly 0 for a turn if no other turn of the group
+    starts in the same state.
 
-    The means mean(R) and mean(G) include the values R_i and G_{i,k} themselves, so the subtraction of the means biases
-    the gradient. With gamma 1 and `norm_by_std` False, the expected gradient for an action is the true gradient
-    multiplied by the factor f = 1 - 1/n + step_weight E[(m - 1)/m], where n is the number of trajectories in a group,
-    and m is the number of turns of the group that start in the action's state. Because GiGPO multiplies the true
-    gradient by a factor that differs between states, the direction of the gradient summed over all states is biased.
+    The mean that is subtracted from a trajectory's reward sum includes this reward sum, and the mean that is subtracted
+    from a turn's return includes this return. Subtracting the two means therefore biases the gradient. With gamma 1 and
+    `norm_by_std` False, the expected gradient for an action is the true gradient multiplied by the factor
+    f = 1 - 1/n + step_weight E[(m - 1)/m]. In the factor f, n is the number of trajectories in a group, and m is the
+    number of turns of the group that start in the action's state. Because GiGPO multiplies the true gradient by a
+    factor that differs between states, the direction of the gradient summed over all states is biased.
 
     token_level_rewards, response_mask, turn_index and turn_states are (B, T); uid and valid are (B,). The advantages
     are (B, T) and 0 in masked slots. The returns equal the advantages.

@@ -23,7 +23,8 @@ def grpo_passk(
     `valid` is excluded from the statistics and gets an advantage of 0.
 
     r_i is the sum of the rewards over the trained tokens of row i. A group is the set of valid rows with the same
-    `uid`. The std is unbiased (divisor n - 1). With `norm_by_std` False, the advantages are not divided by the std.
+    `uid`. The standard deviation std(r_group) of the rewards r_i of a group is unbiased (divisor n - 1). With
+    `norm_by_std` False, the advantages are not divided by the standard deviation.
 
     token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
     slots. The returns equal the advantages.

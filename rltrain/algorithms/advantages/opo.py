@@ -12,14 +12,14 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def opo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Compute A_{i,t} = r_i - b with b = sum_j l_j r_j / sum_j l_j over the group; OPO, arXiv 2505.23585.
 
-    The baseline b minimises the variance of the gradient if the squared gradient of log pi(y) is proportional to the
-    length of the answer y. The reward r_i is the sum of the rewards over the trained tokens of row i, and l_i is the
-    number of trained tokens of row i. A group is the set of valid rows with the same `uid`. A group that has only one
-    row, or whose rewards are all equal, gets advantages of exactly 0. A row that is not `valid` is excluded from the
-    statistics and gets an advantage of 0.
+    The baseline b minimises the variance of the policy gradient if the squared norm of the gradient of an answer's
+    log-probability is proportional to the answer's length. The reward r_i is the sum of the rewards over the trained
+    tokens of row i, and l_i is the number of trained tokens of row i. A group is the set of valid rows with the same
+    `uid`. A group that has only one row, or whose rewards are all the same, gets advantages of exactly 0. A row that is
+    not `valid` is excluded from the statistics and gets an advantage of 0.
 
     token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
-    slots. The returns equal the advantages.
+    slots. The returned returns are the same as the advantages.
     """
     scores, counted = response_scores(token_level_rewards, response_mask, valid)
     raw, group = masked(scores, counted).double(), group_index(uid)

@@ -38,9 +38,10 @@ def known_successes(successes: Tensor, counted: Tensor) -> Tensor:
 
 
 def spread(row_advantages: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Give each trained token the advantage of its row: (B,) -> advantages (B, T) and returns (B, T).
+    """Give each trained token the advantage of its row.
 
-    The returns equal the advantages, because the estimators that use `spread` have no critic.
+    `row_advantages` is (B,). The returned advantages and returns are (B, T). The returns equal the advantages, because
+    the estimators that use `spread` have no critic.
     """
     mask = as_mask(response_mask)
     advantages = masked(row_advantages[:, None].expand(mask.shape), mask)

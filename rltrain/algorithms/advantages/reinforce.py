@@ -13,9 +13,9 @@ def reinforce(
 ) -> tuple[Tensor, Tensor]:
     """Compute A_t = G_t = sum_l gamma^l r_{t+l}, without a baseline; Williams 1992, Machine Learning 8:229-256.
 
-    r_t is the reward of the t-th trained token. The index t + 1 is the next trained token, so no discount is applied
-    over tool-output tokens. The advantages of a row do not depend on other rows. A row that is not `valid` gets an
-    advantage of 0.
+    G_t is the discounted return from the t-th trained token on, and r_t is the reward of the t-th trained token. The
+    index t counts only trained tokens, so no discount is applied over tool-output tokens. The advantages of a row do
+    not depend on other rows. A row that is not `valid` gets an advantage of 0.
 
     token_level_rewards and response_mask are (B, T); valid is (B,). The advantages are (B, T) and 0 in masked slots.
     The returns equal the advantages.

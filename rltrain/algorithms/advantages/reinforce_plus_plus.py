@@ -14,12 +14,12 @@ def reinforce_plus_plus(
 ) -> tuple[Tensor, Tensor]:
     """Compute A_t = (G_t - mean(G)) / (std(G) + 1e-6), G_t = sum_l gamma^l r_{t+l}; REINFORCE++, arXiv 2501.03262.
 
-    r_t is the reward of the t-th trained token. In the REINFORCE++ paper, r_t always includes a KL penalty. In
-    `reinforce_plus_plus`, r_t includes a KL penalty only if `token_level_rewards` includes a KL penalty. The index t +
-    1 is the next trained token, so no discount is applied over tool-output tokens. The mean and the unbiased std are
-    computed over all trained tokens of the valid rows of the batch, so a long response weighs more than a short one. If
-    all returns G are equal, all advantages A are exactly zero. A row that is not `valid` is excluded from the
-    statistics and gets an advantage of 0.
+    r_t is the reward of the t-th trained token. In the REINFORCE++ paper, the reward r_t always includes a KL penalty.
+    In `reinforce_plus_plus`, the reward r_t includes a KL penalty only if `token_level_rewards` includes a KL penalty.
+    The index t counts only trained tokens, so the discount gamma is not applied at tool-output tokens. The mean and the
+    unbiased std are computed over all trained tokens of the valid rows of the batch, so a long response weighs more
+    than a short one. If all returns are the same, all advantages are exactly zero. A row that is not `valid` is
+    excluded from the statistics and gets an advantage of 0.
 
     token_level_rewards and response_mask are (B, T); valid is (B,). The advantages and the returns are (B, T) and 0 in
     masked slots. The returns are the discounted reward sums G_t, which are not whitened.

@@ -16,12 +16,13 @@ def reinforce_plus_plus_baseline(
 
     The formula of A_{i,t} comes from REINFORCE++ with baseline, arXiv 2501.03262. The reward r_i is the sum of the
     rewards over the trained tokens of row i. A group is the set of valid rows with the same `uid`. The mean and the
-    unbiased std of d are computed over all trained tokens of the valid rows of the batch.
+    unbiased standard deviation of the deviations d_i are computed over all trained tokens of the valid rows of the
+    batch.
 
     In a group that has only one row, or whose rewards are all equal, every deviation d_i is exactly 0. The advantages
     of a group whose deviations d_i are 0 can still differ from 0, because mean(d) over all tokens may not be 0 if
-    response lengths differ. If all d_i are equal, all A_{i,t} are exactly 0. A row that is not `valid` is excluded from
-    the statistics and gets an advantage of 0.
+    response lengths differ. If all deviations d_i are equal, all advantages A_{i,t} are exactly 0. A row that is not
+    `valid` is excluded from the statistics and gets an advantage of 0.
 
     token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
     slots. The returns equal the advantages.

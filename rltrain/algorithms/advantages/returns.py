@@ -15,10 +15,10 @@ def check_discount(name: str, value: float) -> None:
 
 
 def returns_to_go(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """Compute G_t = sum_l gamma^l r_{t+l} over the trained tokens from t on: (B, T) -> (B, T).
+    """Compute G_t = sum_l gamma^l r_{t+l} over the trained tokens from t on.
 
-    t + 1 is the next trained token, so no discount is applied over tool-output tokens between two trained tokens. The
-    result is 0 in masked slots and has no gradient.
+    The index t counts only trained tokens, so tool-output tokens between two trained tokens add no discount. The
+    rewards and the returned tensor are (B, T). The returned tensor is 0 in masked slots and has no gradient.
     """
     check_discount("gamma", gamma)
     mask = as_mask(response_mask)

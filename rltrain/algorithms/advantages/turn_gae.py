@@ -24,12 +24,12 @@ def turn_gae(
         A_k = sum_l (gamma lam)^l delta_{k+l},    delta_k = r_k + gamma V_{k+1} - V_k
 
     r_k is the sum of the rewards in turn k. V_k is the critic's value of the state in which turn k begins; V_k is read
-    at the first trained token of turn k. The critic's value V is 0 after the last turn. All tokens of a turn get the
-    turn's advantage, and A_k + V_k as their return. If `lam` is 1, the critic's values only reduce the variance of the
-    gradient. If `lam` is below 1, errors of the critic make the expected gradient biased.
+    at the first trained token of turn k. The critic's value V is 0 after the last turn. Each trained token of turn k
+    gets the turn's advantage A_k, and the return A_k + V_k. If `lam` is 1, the critic's values only reduce the variance
+    of the gradient. If `lam` is below 1, errors of the critic make the expected gradient biased.
 
-    All tensors have the shape (B, T). Inputs in masked slots are ignored, and the results are 0 in masked slots. The
-    results have no gradient.
+    All tensors have the shape (B, T). Inputs in masked slots are ignored, and the results are 0 in masked slots. No
+    gradient flows through the returned advantages and returns.
     """
     check_discount("gamma", gamma)
     check_discount("lam", lam)

@@ -10,13 +10,12 @@ from rltrain.algorithms.ratio import as_float, as_mask, masked
 class Turns:
     """The turns of each row of a batch.
 
-    Values of turns are stored in a matrix (B, K), where K is the largest number of turns in a row. A turn without a
-    trained token counts as absent, so the turns before and after it are neighbours.
+    Values of turns are stored in a matrix (B, K), where K is the number of turns in the row with the most turns. A turn
+    without a trained token counts as absent, so the turns before and after the absent turn are neighbours.
 
     Args:
         response_mask: (B, T), True = the token is trained on.
-        turn_index: (B, T), number of the turn of each sampled token, counted from 0. The values in masked slots are
-            ignored.
+        turn_index: (B, T), index of the turn of each sampled token, from 0. The values in masked slots are ignored.
 
     Attributes:
         present: (B, K), True = the turn has a trained token.

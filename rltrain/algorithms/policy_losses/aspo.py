@@ -34,16 +34,18 @@ def aspo(
         l = -A / (1+high), without gradient         where A > 0 and r > 1+high
         l = PPO's clipped loss with dual clip       where A <= 0, as in `vanilla`
 
-    r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no dual clip). As in PPO, the
-    clip range of r decides which tokens have a gradient. For a token with A > 0 inside the clip range, the loss is
-    -A / r and the gradient is -(A / r) grad log pi, because the factor 1 / pi^2 of the loss is detached. A token with
-    A > 0 has a weight 1/r above 1 if its probability has fallen, and below 1 if its probability has risen. In contrast
-    to ASPO, PPO weights tokens by r, which is below 1 for a token whose probability has fallen.
+    r = pi(y_t) / pi_old(y_t) is the importance ratio of the sampled token y_t, A is the token's advantage, and the
+    constant c = `clip_ratio_c` is above 1 (inf for no dual clip). As in PPO, a token whose ratio r is clipped has no
+    gradient. For a token with A > 0 inside the clip range, the loss is -A / r, and its gradient is
+    -(A / r) grad log pi, because the factor 1/pi^2 of the loss is detached. A token with a positive advantage has a
+    weight 1/r above 1 if the token's probability has fallen, and below 1 if the token's probability has risen. In
+    contrast to ASPO, PPO weights a token by the importance ratio r, which is below 1 if the token's probability has
+    fallen.
 
-    For a token with A > 0, the dual clip is soft: `clip_ratio_c` bounds the token's weight in the loss, and the token's
-    gradient is scaled down but not set to 0. A token with A < 0 and r > c has no gradient, as in PPO's dual clip
-    (arXiv 1912.09729). In the implementation by the ASPO authors, a token with A < 0 and r > c keeps the gradient
-    -c A grad log pi.
+    For tokens with a positive advantage A, the dual clip is soft: if 1/r is above c = `clip_ratio_c`, the token's
+    weight in the loss is c, and the token's gradient is scaled down but not set to 0. A token with a negative advantage
+    and a ratio r above c has no gradient, as in PPO's dual clip (arXiv 1912.09729). In the implementation by the ASPO
+    authors, a token with A < 0 and r > c keeps the gradient -c A grad log pi.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The log-ratio log r is clamped to
     [-20, 20], and the gradient is 0 where log r is outside of [-20, 20]. The returned metric sums are `clip_fraction`

@@ -36,18 +36,19 @@ def ce_gppo(
         l = -beta_high (1+high) (r / sg[r]) A      where A > 0 and r > 1+high
         l = -r A                                   elsewhere, and -c A without gradient where A < 0 and r > c
 
-    r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no dual clip). The gradient of a
-    clipped token is -beta_low (1-low) A grad log pi if A < 0, and -beta_high (1+high) A grad log pi if A > 0. Most
-    clipped tokens are unlikely under the policy. The gradient of a clipped token with A > 0 raises the entropy of the
-    policy, and is scaled by `beta_high`. The gradient of a clipped token with A < 0 lowers the entropy of the policy,
-    and is scaled by `beta_low`. `beta_low` and `beta_high` are beta_1 and beta_2 of the CE-GPPO paper. With `beta_low`
-    and `beta_high` at 1, the loss is GPPO (arXiv 2508.07629). Like the implementation by the CE-GPPO authors, `ce_gppo`
+    r = pi(y_t) / pi_old(y_t), A is the advantage, low = `clip_ratio_low`, high = `clip_ratio_high`, and c =
+    `clip_ratio_c` > 1 (inf for no dual clip). The gradient of a clipped token is -beta_low (1-low) A grad log pi if
+    A < 0, and -beta_high (1+high) A grad log pi if A > 0. Most clipped tokens are unlikely under the policy. The
+    gradient of a clipped token with a positive advantage raises the entropy of the policy, and is scaled by
+    `beta_high`. The gradient of a clipped token with a negative advantage lowers the entropy of the policy, and is
+    scaled by `beta_low`. `beta_low` and `beta_high` are beta_1 and beta_2 of the CE-GPPO paper. With `beta_low` and
+    `beta_high` at 1, the loss is GPPO (arXiv 2508.07629). Like the implementation by the CE-GPPO authors, `ce_gppo`
     applies PPO's dual clip.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
-    `clip_fraction` (always 0, because tokens clipped by low or high keep a gradient), `weight_clip_fraction` (tokens
-    whose ratio is clipped by low or high), `clip_fraction_c` (tokens clipped by the dual clip), `ratio_mean` and
-    `ppo_kl`.
+    `clip_fraction` (always 0, because tokens outside the clip range keep a gradient), `weight_clip_fraction` (tokens
+    whose ratio is clipped at 1 - `clip_ratio_low` or 1 + `clip_ratio_high`), `clip_fraction_c` (tokens clipped by the
+    dual clip), `ratio_mean` and `ppo_kl`.
 
     Raises:
         ValueError: if a clip ratio is negative, if `clip_ratio_c` is not above 1, or if `beta_low` or `beta_high` is

@@ -28,9 +28,10 @@ def clip_cov(
 
         l = 0 where selected, else -min(r A, clip(r, 1-low, 1+high) A)
 
-    r = pi(y_t) / pi_old(y_t), and A is the advantage. A selected token has no loss and no gradient, but still counts in
-    the denominators of the aggregation. Dropping the selected tokens has an effect even at r = 1: the gradient is then
-    the REINFORCE gradient of the tokens that are not selected.
+    r = pi(y_t) / pi_old(y_t) is the importance ratio of the sampled token y_t, and A is the token's advantage. A
+    selected token has no loss and no gradient, but still counts in the denominators of the aggregation. Dropping the
+    selected tokens has an effect even if the policy has not changed yet (r = 1): the gradient is then the REINFORCE
+    gradient of the tokens that are not selected.
 
     All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The returned
     metric sums are `clip_fraction` (tokens whose ratio is clipped), `selected_fraction` (tokens that were dropped
@@ -60,14 +61,14 @@ def select_clip_cov(
 
         selected = floor(clip_cov_ratio N) tokens, at least 1, drawn where lb <= (log pi - mean) (A - mean) <= ub
 
-    N is the number of trained tokens of the whole mini-batch, and the means of log pi and of A are computed over the N
-    trained tokens. Among the tokens with a covariance in [clip_cov_lb, clip_cov_ub], the selector takes the tokens with
-    the smallest `random_draws`. The `random_draws` are uniform numbers that the caller assigns to tokens, not to
-    positions in the batch, so the order of rows does not matter. If several tokens have equal random draws and tie for
-    the last place in the selection, all tied tokens are selected. If no token has a covariance in [clip_cov_lb,
-    clip_cov_ub], no token is selected.
+    N is the number of trained tokens of the whole mini-batch, log pi is a token's log-prob, and A is the token's
+    advantage. The means of log pi and of A are computed over the N trained tokens. Among the tokens with a covariance
+    in [clip_cov_lb, clip_cov_ub], the selector takes the tokens with the smallest `random_draws`. The `random_draws`
+    are uniform numbers that the caller assigns to tokens, not to positions in the batch, so the order of rows does not
+    matter. If several tokens have equal random draws and tie for the last place in the selection, all tied tokens are
+    selected. If no token has a covariance in [clip_cov_lb, clip_cov_ub], no token is selected.
 
-    Unlike the implementation by the authors of Clip-Cov, the selector uses log pi of the old policy, because the
+    Unlike the implementation by the authors of Clip-Cov, the selector uses the log-probs of the old policy, because the
     selection precedes the update. Unlike the implementation by the authors of Clip-Cov, the selector can select tokens
     whose ratio PPO will clip, because the ratio is not known before the update.
 

@@ -29,9 +29,10 @@ def dppo_kl(
     between binary distributions with the two outcomes "y_t" and "any other token". A token is never dropped if its
     probability rose although A < 0, or fell although A > 0.
 
-    `dppo_kl` computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is
-    outside of [-20, 20]. To keep the divergence D finite, probabilities are clamped to at most 1, and 1 - pi is clamped
-    to at least the smallest positive normal number.
+    `dppo_kl` computes log pi as log pi_old + log r, where the log-ratio log r = log(pi / pi_old) is clamped to
+    [-20, 20]. The gradient is 0 at tokens whose log-ratio log r is outside of [-20, 20]. To keep the divergence D
+    finite, probabilities are clamped to at most 1, and 1 - pi is clamped to at least the smallest positive normal
+    number.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction` (dropped tokens), `weight_clip_fraction` (tokens with r > c that are not dropped), `ratio_mean` and

@@ -25,19 +25,21 @@ def dppo_tv(
     delta_high: float = 0.15,
     clip_ratio_c: float = 20.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the DPPO policy loss (arXiv 2602.04879): REINFORCE, weighted by the importance ratio r capped at c.
+    """Compute the DPPO policy loss (arXiv 2602.04879): REINFORCE, weighted by a capped importance ratio.
 
-    A token is dropped (m = 0) if its probability has moved too far in the direction of the advantage:
+    A token is dropped (m = 0) if its advantage is positive and its probability has risen too far, or if its advantage
+    is negative and its probability has fallen too far:
 
         l = -A sg[min(r, c)] log pi(y_t) m                        sg: stop-gradient
         m = 0 where A > 0 and pi - pi_old > delta_high, or A < 0 and pi - pi_old < -delta_low; else 1
 
-    r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no cap). The difference
-    |pi - pi_old| is the total variation between the binary distributions that only distinguish y_t from all other
-    tokens. A token is never dropped if its probability rose although A < 0, or fell although A > 0.
+    The importance ratio of the sampled token y_t is r = pi(y_t) / pi_old(y_t). A is the advantage, and the cap of the
+    ratio is c = `clip_ratio_c` > 1 (inf for no cap). The difference |pi - pi_old| is the total variation between the
+    binary distributions that only distinguish the sampled token y_t from all other tokens. A token is never dropped if
+    its probability rose although its advantage is negative, or fell although its advantage is positive.
 
-    `dppo_tv` computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is
-    outside of [-20, 20]. Probabilities above 1, which rounding can cause, are clamped to 1.
+    `dppo_tv` computes log pi as log pi_old + log r, with the log ratio log r clamped to [-20, 20]. The gradient is 0
+    where the log ratio is outside of [-20, 20]. Probabilities above 1, which rounding can cause, are clamped to 1.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction` (dropped tokens), `weight_clip_fraction` (tokens with r > c that are not dropped), `ratio_mean` and

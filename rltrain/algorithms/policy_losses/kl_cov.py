@@ -12,8 +12,8 @@ from rltrain.algorithms.policy_losses.selection import check_share, exactly_smal
 from rltrain.algorithms.ratio import as_mask, masked, metric_sum, policy_metrics, safe_log_ratio
 from rltrain.algorithms.registry import POLICY_LOSSES, TOKEN_SELECTORS
 
-# The KL-Cov penalty applies only to tokens whose |log r| is above this threshold, in nats. Rounding makes the log-probs
-# of two float32 forward passes of the same policy differ by less than this threshold.
+# The KL-Cov penalty applies only to tokens whose absolute log-ratio |log r| is above this threshold, in nats. Rounding
+# makes the log-probs of two float32 forward passes of the same policy differ by less than this threshold.
 ROUNDING = 1e-5
 
 
@@ -31,10 +31,11 @@ def kl_cov(
 
         l = -r A + kl_cov_coef |log r| where selected, else -r A
 
-    r = pi(y_t) / pi_old(y_t), and A is the advantage. The KL-Cov paper writes the penalty as KL(pi_old || pi). Like the
-    implementation by the KL-Cov authors, `kl_cov` uses |log r| of the sampled token as the penalty. The gradient of
-    |log r| is the sign of log r times grad log pi. The penalty is 0 and has no gradient where |log r| <= 1e-5, because
-    near r = 1 the sign of log r would depend only on rounding.
+    r = pi(y_t) / pi_old(y_t) is the importance ratio of the sampled token y_t, and A is the token's advantage. The
+    KL-Cov paper writes the penalty as KL(pi_old || pi). Like the implementation by the KL-Cov authors, `kl_cov` uses
+    |log r| of the sampled token as the penalty. The penalty |log r| has the gradient sign(log r) * grad log pi. The
+    penalty is 0 and has no gradient where |log r| <= 1e-5, because near r = 1 the sign of log r would depend only on
+    rounding.
 
     All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The returned
     metric sums are `clip_fraction` (always 0), `selected_fraction` (tokens that are penalised because they were
@@ -73,13 +74,14 @@ def select_kl_cov(
 
         selected = the max(1, floor(kl_cov_ratio N)) tokens with the largest (log pi - mean log pi) (A - mean A) > 0
 
-    N is the number of trained tokens of the whole mini-batch, and the means of log pi and of A are computed over the N
-    trained tokens. In the covariance, pi is the old policy, because the tokens are selected before the update.
+    N is the number of trained tokens of the whole mini-batch, log pi is a token's log-prob, and A is the token's
+    advantage. The means of log pi and of A are computed over the N trained tokens. The covariance is computed with the
+    log-probs of the old policy, because the tokens are selected before the update.
 
     At most max(1, floor(kl_cov_ratio N)) of the N trained tokens are selected, as in the KL-Cov paper. Many tokens can
-    have equal covariance, for example the tokens of probability 1 in one answer. Among tokens of equal covariance, the
-    selector takes the tokens with the smallest `random_draws`. The `random_draws` are uniform numbers that the caller
-    assigns to tokens, not to positions in the batch, so the order of rows does not matter.
+    have the same covariance, for example the tokens of probability 1 in one answer. Among tokens with the same
+    covariance, the selector takes the tokens with the smallest `random_draws`. The `random_draws` are uniform numbers
+    that the caller assigns to tokens, not to positions in the batch, so the order of rows does not matter.
 
     A token whose covariance is 0 or negative is never selected, because an update on the token does not lower the
     entropy. If all advantages are equal, no token is selected. In contrast to `select_kl_cov`, the ranking in the

@@ -28,8 +28,8 @@ def m2po(
     not the policy that sampled the answer. The M2PO paper has one ratio, pi(y_t) / pi_rollout(y_t), and no clipping.
     The ratio of the M2PO paper is r times pi_old / pi_rollout, and pi_old / pi_rollout is the weight of
     `algorithm.correction` at level token. If `algorithm.correction` is used at level token, the loss l is multiplied by
-    the correction weight. The product of r and the correction weight is then the ratio of the M2PO paper, except where
-    pi_old / pi_rollout is outside of the correction's bounds.
+    the correction weight. With this correction, the ratio of the M2PO paper is the product of r and the correction
+    weight, except where pi_old / pi_rollout is outside of the correction's bounds.
 
     The tokens are selected before the update, so the selection limits only the distance from the sampling policy to
     pi_old. The clip range limits how far the update moves the policy away from pi_old. AReaL's implementation of M2PO
@@ -38,8 +38,8 @@ def m2po(
 
     A token that the selector drops has no loss and no gradient. The dropped token still counts in the denominators of
     the loss aggregation, as in the M2PO paper. All tensors have the shape (B, T), and `selected` is the bool mask of
-    the dropped tokens. Masked slots have loss 0 and no gradient. The returned metric sums are `clip_fraction` (tokens
-    whose ratio is clipped), `selected_fraction` (dropped tokens), `ratio_mean` and `ppo_kl`.
+    the dropped tokens. Masked slots have loss 0 and no gradient. The returned metric sums are `clip_fraction` (number
+    of tokens whose ratio is clipped), `selected_fraction` (number of dropped tokens), `ratio_mean` and `ppo_kl`.
     """
     ranges = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
     return clip_cov(log_probs, old_log_probs, advantages, response_mask, selected, **ranges)

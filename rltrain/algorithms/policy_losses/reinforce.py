@@ -21,9 +21,9 @@ def reinforce(
                                                GPG, arXiv 2504.02546: the same loss with the "gpg" advantage estimator
 
     A is the advantage, and r = pi / pi_old is the ratio of the current to the old probability. The loss computes log pi
-    as log pi_old + log r, with log r clamped to [-20, 20]. Because of the clamp of log r, the value of the loss is
-    finite where pi is 0. The gradient is -A grad log pi where log r is in [-20, 20], and 0 elsewhere. `old_log_probs`
-    is used only for the clamp of log r and for the metrics.
+    as log pi_old + log r, where the log-ratio log r is clamped to [-20, 20]. Because the log-ratio is clamped, the loss
+    is finite even where pi is 0. The gradient is -A grad log pi at tokens whose log-ratio is in [-20, 20], and 0 at all
+    other tokens. `old_log_probs` is used only to clamp the log-ratio and to compute metrics.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction` (always 0), `ratio_mean` and `ppo_kl`.

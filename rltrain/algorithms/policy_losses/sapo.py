@@ -17,13 +17,14 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute minus the advantage times a sigmoid of the ratio r, with slope 1 at r = 1; SAPO, arXiv 2511.20347.
+    """Compute SAPO's loss, in which a sigmoid f(r) with slope 1 at r = 1 replaces the ratio r; arXiv 2511.20347.
 
         l = -f(r) A,    f(r) = sigmoid(tau (r - 1)) 4 / tau,    tau = tau_pos where A > 0, else tau_neg
 
-    r = pi(y_t) / pi_old(y_t), and A is the advantage. The gradient is -w r A grad log pi with the gate w = 4 p (1 - p),
-    p = sigmoid(tau (r - 1)). The gate w is 1 at r = 1 and decreases on both sides of r = 1. The larger tau is, the
-    faster the gate w decreases as r moves away from 1.
+    r = pi(y_t) / pi_old(y_t) is the importance ratio of the sampled token y_t, and A is the token's advantage. The
+    gradient of the loss is -w r A grad log pi with the gate w = 4 p (1 - p), where p = sigmoid(tau (r - 1)). The gate w
+    is 1 if the ratio r is 1, and decreases as r moves away from 1 in either direction. The larger the parameter tau is,
+    the faster the gate w decreases.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction` (always 0), `gate_mean` (of the gate w), `ratio_mean` and `ppo_kl`.

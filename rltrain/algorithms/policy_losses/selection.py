@@ -39,8 +39,9 @@ def _deviations(values: Tensor, mask: Tensor) -> Tensor:
 def smallest(values: Tensor, candidates: Tensor, count: int) -> Tensor:
     """Return a bool mask (B, T) of the `count` candidates with the smallest values.
 
-    If there are fewer than `count` candidates, all candidates are selected. A candidate whose value equals the largest
-    selected value is also selected, so that the result does not depend on the order of rows.
+    If there are fewer than `count` candidates (tokens at which `candidates` is True), all candidates are selected. A
+    candidate whose value equals the largest selected value is also selected, so that the result does not depend on the
+    order of rows.
     """
     values = as_float(values.detach())
     found = values[candidates]
@@ -51,9 +52,10 @@ def smallest(values: Tensor, candidates: Tensor, count: int) -> Tensor:
 
 
 def exactly_smallest(values: Tensor, candidates: Tensor, count: int, draws: Tensor) -> Tensor:
-    """Return a bool mask (B, T) of the `count` candidates with the smallest values, or of all if there are fewer.
+    """Return a bool mask (B, T) of exactly `count` candidates with the smallest values.
 
-    Among candidates with equal values, the candidates with the smallest random numbers `draws` (B, T) are selected.
+    If there are fewer than `count` candidates, all candidates are selected. Among candidates with equal values, the
+    candidates with the smallest random numbers `draws` (B, T) are selected.
     """
     found = as_float(values.detach())[candidates]
     by_draw = as_float(draws)[candidates].argsort(stable=True)

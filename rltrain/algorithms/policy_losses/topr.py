@@ -33,16 +33,16 @@ def topr(
         l_t = -sg[w] A_t log pi(y_t),    w = 1 where A_t >= 0, else min(s, ratio_max)          sg: stop-gradient
         s = prod_t pi(y_t) / pi_old(y_t) over the trained tokens of the row
 
-    The gradient is -w A_t grad log pi(y_t). An answer with A_t >= 0 has the weight 1, however unlikely the answer has
-    become. An answer with A_t < 0 loses weight as its probability falls, so the update needs no KL term. In the TOPR
-    paper, the denominator of the sequence ratio s is the policy that sampled the answer; set
-    `algorithm.old_log_probs=rollout` to use the same denominator.
+    The gradient of the loss l_t is -w A_t grad log pi(y_t), where w is the weight of the token. An answer with A_t >= 0
+    has the weight 1, however unlikely the answer has become. An answer with A_t < 0 loses weight as its probability
+    falls, so the update needs no KL term. In the TOPR paper, the denominator of the sequence ratio s is the policy that
+    sampled the answer; set `algorithm.old_log_probs=rollout` to use the same denominator.
 
     The sequence ratio s is a product over all trained tokens of the row, without normalisation by the length. The sum
     of the log-ratios is clamped to [-20, 20]. `topr` needs all tokens of a row: under sequence parallelism, gather the
     row's log-probs before calling `topr`. If a row is one turn of a longer trajectory, the ratio s of the row covers
-    only that turn. `topr` computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0
-    where log r is outside of [-20, 20].
+    only that turn. `topr` computes log pi as log pi_old + log r, where the token's log-ratio log r is clamped to
+    [-20, 20]. The gradient is 0 at tokens whose log-ratio is outside of [-20, 20].
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction`, `weight_clip_fraction`, `weight_mean`, `ratio_mean` and `ppo_kl`. `clip_fraction` is always 0,

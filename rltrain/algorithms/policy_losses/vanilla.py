@@ -33,8 +33,8 @@ def vanilla(
 
     r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no dual clip). Clip ratios with
     high > low give DAPO's clip-higher (arXiv 2503.14476). The ratio is clipped, and the gradient is 0, in three cases:
-    A > 0 and r > 1+high, A < 0 and r < 1-low, or A < 0 and r > c. The gradient is -A r grad log pi where the ratio is
-    not clipped.
+    A > 0 and r > 1+high, A < 0 and r < 1-low, or A < 0 and r > c. Where the ratio is not clipped, the gradient of the
+    loss is -A r grad log pi.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction` (tokens clipped by PPO's clip), `clip_fraction_c` (tokens clipped by the dual clip), `ratio_mean`

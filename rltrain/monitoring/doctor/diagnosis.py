@@ -31,8 +31,8 @@ class Rule:
         name: name of the rule, which is also the name of its finding.
         check: function that returns a finding if the condition of the rule holds, and returns None otherwise.
         explains: names of other rules whose findings count as effects of this rule's finding.
-        after: a finding counts as an effect of this rule's finding only if it begins at least `after` training steps
-            later than this rule's finding.
+        after: the finding of another rule counts as an effect of this rule's finding only if the other rule's finding
+            begins at least `after` training steps later than this rule's finding.
     """
 
     name: str
@@ -69,8 +69,8 @@ def diagnose(run: RunFiles) -> list[Finding]:
     """Return the findings about a run, with the most serious finding first.
 
     If one finding is the effect of another finding, only the causing finding is returned. The field `effects` of a
-    returned finding lists the findings that it explains, for example "dead reward (from step 2)". A finding that begins
-    at the first step of the run never counts as an effect of a finding that begins later.
+    returned finding lists the effects of that finding by name and first step, for example "dead reward (from step 2)".
+    A finding that begins at the first step of the run never counts as an effect of a finding that begins later.
     """
     history = History(run)
     found = {rule.name: finding for rule in RULES if (finding := rule.check(history)) is not None}

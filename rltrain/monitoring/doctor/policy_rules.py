@@ -95,7 +95,7 @@ def _rate(history: History) -> str:
 
 
 def _jump(history: History) -> int | None:
-    """Return the step at which the first entropy jump began that was followed by a fall of the mean reward.
+    """Return the first step of the earliest entropy jump that was followed by a fall of the mean reward.
 
     An entropy jump is a change of the entropy by a factor of at least `JUMP` within `JUMP_STEPS` steps. The returned
     value is None if the mean reward did not fall after any entropy jump.

@@ -156,9 +156,8 @@ def reward_hacking(history: History) -> Finding | None:
 
     The rule compares the first 5 steps with the last 5 steps of a run of at least 10 steps. The mean reward rose by at
     least half the standard deviation of the individual rewards, but the share of correct answers rose by less than
-    0.02. If a run does not measure the share of correct answers, but has reward functions whose `outcome` is true and
-    others whose `outcome` is false, the summed scores of the functions whose `outcome` is true replace the share of
-    correct answers.
+    0.02. If a run does not measure the share of correct answers, the rule uses the summed scores of the reward
+    functions whose `outcome` is true, provided that the `outcome` of other reward functions is false.
     """
     rewards, spread = windows(history.points("reward/mean")), history.points("reward/std")
     right, what = _correctness(history)
@@ -190,9 +189,9 @@ def _correctness(history: History) -> tuple[Points, str]:
     """Return the moving average of a measure of correctness over five steps, and a description of the measure.
 
     In a run with the metric `reward/accuracy`, the measure of correctness is `reward/accuracy`. In a run without
-    `reward/accuracy` that has reward functions whose `outcome` is true and others whose `outcome` is false, the measure
-    of correctness is the sum of the scores of the functions whose `outcome` is true. If the run has no measure of
-    correctness, the returned list and the returned description are empty.
+    `reward/accuracy`, the measure of correctness is the sum of the scores of the reward functions whose `outcome` is
+    true, provided that the `outcome` of other reward functions is false. If the run has no measure of correctness, the
+    returned list and the returned description are empty.
     """
     accuracy = history.points("reward/accuracy")
     if accuracy:

@@ -8,8 +8,8 @@ from typing import Any
 from rltrain.monitoring.catalogue import METRICS
 
 # Each entry of CHARTS has the title and the metrics of a main chart. A `*` in a metric name of CHARTS matches any text
-# without a slash, and each matching metric gets a separate chart. Each metric that no entry of CHARTS matches gets a
-# separate chart below the main charts.
+# without a slash, and each matching metric gets a separate chart. Each metric that no entry of CHARTS matches, except
+# the `timing/` metrics, gets a separate chart below the main charts.
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward/mean",)),
     ("", ("reward/*/mean",)),

@@ -60,8 +60,8 @@ def read_run(folder: Path, name: str = "", *, texts: bool = True) -> RunFiles:
     Args:
         folder: output folder of the run.
         name: name of the run; if `name` is "", the run gets the name of the folder.
-        texts: if True, read the text of each token for the page of a report, and add a note to `notes` if no training
-            step has ended.
+        texts: if True, read the text of each token, which the HTML report shows, and add a note to the returned
+            `RunFiles` if no training step has ended.
 
     Raises:
         ConfigError: the folder does not exist, or the folder is not the output folder of a run.

@@ -6,7 +6,8 @@ samples are shown or searched.
 
 Each real number x, such as a log-prob or an advantage, is stored as the 16-bit integer round(k asinh(x / s)) with two
 constants k and s. A stored number x has a resolution of about s / k if x is near 0, and of about |x| / k if |x| is much
-larger than s. In this formula, a smaller constant k makes the report page smaller and the stored numbers less exact.
+larger than s. In the formula round(k asinh(x / s)), a smaller constant k makes the report page smaller and the stored
+numbers less exact.
 """
 
 import gzip
@@ -31,8 +32,8 @@ from rltrain.monitoring.report.run_files import RunFiles
 SMALLEST = 1e-3
 # The page of a report stores a floating-point number x as the integer round(k asinh(x / s)) with two constants k and s.
 # The relative rounding error of x in round(k asinh(x / s)) is at most about 1 / (2 k), so a larger k makes the stored
-# number more exact. BYTES_OF_NUMBER maps each possible value of the constant k to the compressed size of one stored
-# number in bytes, which was measured with the log-probs of training runs.
+# number more exact. BYTES_OF_NUMBER maps each value of k that the report can use to the compressed size of one stored
+# number in bytes. The sizes in BYTES_OF_NUMBER were measured on the log-probs of training runs.
 BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
 BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40

@@ -107,15 +107,15 @@ def _working(config: Config, shape: ModelShape) -> list[Part]:
 def _received(config: Config, shape: ModelShape, limits: Limits) -> list[Part]:
     """Return the memory in which an engine receives the buckets of a weight sync.
 
-    On a single machine, the engine reads the buckets from a shared file. The memory plan counts the shared file with
-    the buckets as memory of the training ranks.
+    On a single machine, the engine reads the weight-sync buckets from a shared file. The memory plan counts this shared
+    file as memory of the training ranks, not of the engine.
     """
     if not config.placement.on_cluster:
         return []
     bucket = max(limits.bucket_bytes, shape.largest * MASTER)
     if config.rollout.weight_transport == "object_store":
         return [Part("sync buckets", bucket)]
-    # While an engine loads a bucket, the next bucket arrives, in several parts if there are several ranks.
+    # While an engine loads a bucket, the next bucket arrives. With several training ranks, a bucket arrives in parts.
     return [Part("sync buckets", bucket * (2 if config.placement.actor_ranks == 1 else 3))]
 
 

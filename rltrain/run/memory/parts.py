@@ -8,7 +8,7 @@ MIB = 1 << 20  # Bytes of a mebibyte.
 START, GENERATE, LOG_PROBS, UPDATE, SYNC, SAVE = PHASES = ("start", "generate", "log-probs", "update", "sync", "save")
 WIDTHS = {"float32": 4, "bfloat16": 2}  # Bytes per number, by dtype.
 # Bytes per parameter: of the master weight, of the gradient, and of AdamW's two moments together. Master weights,
-# gradients and moments are float32, whatever the model's dtype.
+# gradients and AdamW's moments are float32, whatever the model's dtype.
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
 
 

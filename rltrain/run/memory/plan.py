@@ -127,7 +127,7 @@ def _gpus(config: Config, ranks: Sequence[Process], answers: Process, capacity: 
     if config.takes_turns:
         needs = {phase: [*rank.device[phase], *answers.device[phase]] for phase in PHASES}
     else:
-        # If ranks and engines do not take turns, the engine never sleeps. So the engine's peak memory counts in every
+        # If ranks and engines do not take turns, the engine never sleeps, so the engine's peak memory counts in every
         # phase.
         needs = {phase: [*rank.device[phase], *answers.device[peak(answers.device)]] for phase in PHASES}
     return [Place(name="GPU of each rank and engine", capacity=capacity, needs=needs)]

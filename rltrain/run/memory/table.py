@@ -14,7 +14,7 @@ _NAME, _COLUMN = 20, 10
 def summary(plan: MemoryPlan) -> str:
     """Return the memory plan in one line: the peak of each kind of process, and the available memory."""
     texts = []
-    for process in plan.processes[:-2]:  # The summary leaves out the last two processes, reward workers and driver.
+    for process in plan.processes[:-2]:  # The last two entries, the reward workers and the driver, are left out.
         phases = process.device or process.host
         each = "" if process.count == 1 else "each "
         texts.append(f"{_count(process)} {each}{said(total(phases[peak(phases)]))}")

@@ -49,7 +49,7 @@ class RoleMemory:
         name: the role, such as "actor".
         shape: sizes of the role's model.
         trained: number of trained parameters; 0 for a model that is never trained.
-        width: bytes of a stored parameter.
+        width: number of bytes of one stored parameter.
         has_head: whether the model computes logits over the vocabulary.
     """
 
@@ -190,8 +190,8 @@ class RankMemory:
         Before a rank loads its shard of a model, the rank loads one decoder layer and the parameters outside the
         layers, to check that packed rows do not influence each other. The parameters for the check of packed rows are
         in float32 in host memory, and are freed before the rank loads its shard. If the shard is in host memory too,
-        the shard reuses the freed memory, so the plan counts only the bytes by which the parameters for the check of
-        packed rows are larger than the shard.
+        the shard reuses the freed memory. The plan then counts only the difference in bytes between the parameters for
+        the check of packed rows and the shard, if this difference is positive.
         """
         samples = []
         for role in self.roles:
@@ -314,7 +314,7 @@ def saved_bytes(shape: ModelShape, width: int, *, kernel: bool) -> int:
 
     Args:
         shape: sizes of the model.
-        width: bytes of a number in the dtype of the matrix products.
+        width: number of bytes of one element in the dtype of the matrix products.
         kernel: whether an attention kernel for packed rows computes the attention.
     """
     norm = MASTER + 2 * width if width < MASTER else 3 * MASTER
