@@ -92,7 +92,7 @@ class Trainer:
         engine_checked: whether the engine's log-probs have been compared with the actor's log-probs since the run
             began. With top-p or top-k sampling, `engine_checked` is True from the start, because the engine's log-probs
             belong to a restricted distribution.
-        checked_before: value of `engine_checked` before the current step.
+        checked_before: value of `engine_checked` before the current training step; checkpoints store this value.
         dropped: uids of the prompt groups that the most recent training step dropped.
         reused: uids of the prompt groups of earlier training steps on which the most recent step trained again.
     """

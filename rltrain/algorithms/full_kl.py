@@ -45,8 +45,8 @@ def full_kl(
     therefore needs no importance ratio for the sampled token.
 
     Raises:
-        ValueError: if `temperature` is not finite and above 0, if `chunk_size` is below 1, or if N or V differ between
-            policy and reference.
+        ValueError: if `temperature` is not finite and above 0, if `chunk_size` is below 1, or if policy and reference
+            differ in the number of positions N or in the vocabulary size V.
     """
     if not 0 < temperature < math.inf:
         raise ValueError(

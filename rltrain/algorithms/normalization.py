@@ -165,8 +165,8 @@ def combine_rewards(
     of the valid rows.
 
     Raises:
-        ValueError: if `aggregation` is unknown, if `weights` or `gates` does not have K entries, or if
-            "normalize_then_sum" is used without `uid`.
+        ValueError: if `aggregation` is unknown, if `weights` or `gates` does not have one entry for each reward
+            component, or if "normalize_then_sum" is used without `uid`.
     """
     components = as_float(components)
     if aggregation not in _AGGREGATIONS:

@@ -30,7 +30,8 @@ def positive_nll(
             and ranks. If `num_positive_tokens` is None, only the tokens in the arguments of this call are counted.
 
     Returns:
-        A 0-dim tensor: the part of the loss L_NLL that comes from the given tokens; exactly 0 if no answer is correct.
+        A 0-dim tensor: the part of the negative log-likelihood loss that comes from the given tokens; exactly 0 if no
+        answer is correct.
     """
     counted = as_mask(response_mask) & as_mask(positive_mask)
     return aggregate_loss(-log_probs, counted, "token-mean", num_tokens=num_positive_tokens)

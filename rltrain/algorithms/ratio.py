@@ -74,15 +74,18 @@ def check_clip_ratios(clip_ratio_low: float, clip_ratio_high: float) -> None:
     """Raise ValueError if the range of ratios [1 - low, 1 + high] does not contain 1."""
     for name, value in (("clip_ratio_low", clip_ratio_low), ("clip_ratio_high", clip_ratio_high)):
         if not value >= 0:
-            raise ValueError(f"{name}={value} must be >= 0, or the clip range excludes r = 1; use 0.2, for example")
+            raise ValueError(
+                f"{name}={value} must be >= 0, because a negative value excludes the probability ratio 1 from the clip "
+                "range; use 0.2, for example"
+            )
 
 
 def check_clip_ratio_c(clip_ratio_c: float) -> None:
     """Raise ValueError if the upper bound on ratios is not above 1, because a bound of 1 or less would clip r = 1."""
     if not clip_ratio_c > 1:
         raise ValueError(
-            f"clip_ratio_c={clip_ratio_c} must be > 1, or it clips even at r = 1; use 3.0, for example, or inf for no "
-            "dual clip"
+            f"clip_ratio_c={clip_ratio_c} must be > 1, because a smaller bound would clip even the probability ratio "
+            "1; use 3.0, for example, or inf for no dual clip"
         )
 
 
@@ -120,8 +123,9 @@ def policy_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tens
     `ppo_kl` estimates KL(pi_old || pi) by r - 1 - log r, which is never negative.
 
     Args:
-        log_ratio: log r (B, T), as returned by `safe_log_ratio`.
-        ratio: r (B, T); the metric `ratio_mean` is the sum of r over the trained tokens.
+        log_ratio: (B, T), the logarithm of each token's probability ratio, as returned by `safe_log_ratio`.
+        ratio: (B, T), each token's probability ratio. The metric `ratio_mean` is the sum of `ratio` over the trained
+            tokens.
         clipped: bool mask (B, T) of the tokens that have no gradient because of clipping. The mask leaves out the
             tokens that only the dual clip affects. For a loss that removes no gradient, `clipped` is False everywhere.
         mask: bool mask (B, T) of the trained tokens.

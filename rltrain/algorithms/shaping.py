@@ -45,7 +45,7 @@ def overlong_penalty(lengths: Tensor, *, max_response_length: int, buffer: int, 
             "last `buffer` tokens; use a fifth of max_response_length, for example"
         )
     if not factor > 0:
-        raise ValueError(f"factor={factor} must be > 0, or long responses get no penalty; use 1.0, or add no penalty")
+        raise ValueError(f"factor={factor} must be > 0, or long responses get no penalty; use 1.0, for example")
     left = (max_response_length - buffer - as_float(lengths)) / buffer
     return factor * left.clamp(-1, 0)
 
@@ -62,8 +62,8 @@ def group_length_reward(lengths: Tensor, uid: Tensor, correct: Tensor, counted: 
     the same length, or if the group has fewer than two counted answers, all rows of the group get 0.
 
     A row that is not `counted` (B,), such as a truncated answer that is excluded from the statistics, does not affect
-    min_l or max_l. The length reward of a row that is not marked in `counted` uses the min_l and max_l of the rows that
-    are marked, with lambda clamped to [-0.5, 0.5].
+    min_l or max_l. A row that is not counted gets the length reward of the formula above, with lambda clamped to
+    [-0.5, 0.5], because its length can lie outside of [min_l, max_l].
     """
     counted, group, lengths = as_mask(counted), group_index(uid), as_float(lengths)
     empty, inf = torch.zeros_like(lengths), torch.inf

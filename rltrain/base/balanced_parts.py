@@ -44,12 +44,13 @@ def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None
         weights: the numbers to partition, non-negative integers.
         parts: number of parts of the partition. If the number of positive weights is at least `parts`, no part is
             empty.
-        sizes: size of the item that each index stands for, such as the number of tokens of a row. The sum of the sizes
-            in a part is limited to `room`. If `sizes` is None, parts have no size limit.
+        sizes: for each weight, the size of the item that has this weight, such as the number of tokens of a row. The
+            sum of the sizes in a part is limited to `room`. If `sizes` is None, parts have no size limit.
         room: limit on the sum of `sizes` in a part.
 
     Returns:
-        The indices of each part, or None if the greedy assignment finds an index that fits into no part.
+        For each part, a list of the indices in the part; or None if the greedy assignment finds an index that fits into
+        no part.
     """
     sizes = sizes if sizes is not None else [0] * len(weights)
     placed: Parts = [[] for _ in range(parts)]
@@ -99,8 +100,8 @@ def _exchange(
     """Make the sums of two parts as equal as possible: move one index from `heavy` to `light`, or swap two indices.
 
     Returns:
-        The new indices of the heavy and the light part, or None if no move or exchange brings the two sums closer
-        together.
+        The indices in `heavy` and in `light` after the change, or None if no move or exchange of indices brings the
+        sums of the two parts closer together.
     """
     gap = sum(weights[index] for index in heavy) - sum(weights[index] for index in light)
     room_heavy, room_light = (room - sum(sizes[index] for index in part) for part in (heavy, light))

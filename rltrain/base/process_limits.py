@@ -15,7 +15,7 @@ def limit_memory(memory_mb: int, *, beside_stacks: bool = False) -> None:
     `limit_memory` has an effect only on Linux.
 
     Args:
-        memory_mb: maximum of the additional memory, in MB.
+        memory_mb: maximum memory that the process can allocate after the call of `limit_memory`, in MB.
         beside_stacks: True if the stacks of threads that `start_thread` starts do not count towards `memory_mb`. The
             kernel counts the whole stack of a thread as memory of the process, although a thread uses only a small part
             of its stack.

@@ -41,8 +41,8 @@ class Event(NamedTuple):
     Attributes:
         track: name of the timeline row on which the event is drawn.
         name: label of the event in the timeline.
-        start_ns: wall-clock time of the start, in nanoseconds since 1970.
-        duration_ns: duration in nanoseconds.
+        start_ns: wall-clock time of the event's start, in nanoseconds since 1970.
+        duration_ns: duration of the event in nanoseconds.
         args: details that the timeline viewer shows when the event is selected, as plain JSON values.
         nests: whether the event may be drawn inside another event of the track. If `nests` is false, the event is drawn
             on a timeline row without overlapping events.
@@ -69,7 +69,7 @@ class Recorded:
         process: label of the process, such as "training rank 0".
         pid: operating-system id of the process.
         host: name of the machine on which the process runs.
-        events: the events, in the order in which they ended.
+        events: the recorded events of the process, in the order in which the events ended.
         lost: number of events that were dropped because the process already kept `MOST_EVENTS` events.
     """
 
@@ -206,7 +206,7 @@ def add(name: str, track: str, start_ns: int, **args: Any) -> None:
     Args:
         name: label of the event in the timeline.
         track: name of the timeline rows; events that overlap in time get separate rows with the same name.
-        start_ns: wall-clock time of the start, in nanoseconds since 1970.
+        start_ns: wall-clock time of the event's start, in nanoseconds since 1970.
         args: details of the event, as plain JSON values.
     """
     if _recorder is not None:

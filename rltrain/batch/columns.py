@@ -26,9 +26,9 @@ class Stored:
     """The values of one column, stored as read-only bytes in shared memory.
 
     Attributes:
-        dtype: data type of the values.
-        shape: shape of the values.
-        memory: bytes of the values, as a read-only array (n,) of uint8.
+        dtype: data type of the column's values.
+        shape: shape of the column's values.
+        memory: bytes of the column's values, as a read-only array (n,) of uint8.
     """
 
     dtype: torch.dtype
@@ -51,7 +51,8 @@ class Column:
 
     Attributes:
         values: the values of all rows, (B, ...) in a dense column and (N, ...) in a jagged column.
-        offsets: offsets of the rows, (B + 1,), in a jagged column; None in a dense column.
+        offsets: in a jagged column, a tensor (B + 1,): the index at which each row begins in `values`, followed by N;
+            None in a dense column.
         tensor: the column as one dense or nested tensor, cached by the method `whole`; None before the first call of
             `whole`.
     """
@@ -134,9 +135,9 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
     Args:
         parts: for each source batch, a mapping from column names to columns. All batches in `parts` have the same
             column names.
-        rows: row numbers of the rows to copy, an int64 array in the order of the new rows. The rows of all batches in
-            `parts` are numbered consecutively: the numbers of a batch continue after the last row of the previous
-            batch. If `rows` is None, all rows of all batches are copied.
+        rows: row numbers of the rows to copy, an int64 array in the order of the new batch's rows. The rows of all
+            batches in `parts` are numbered consecutively: the numbers of a batch continue after the last row of the
+            previous batch. If `rows` is None, all rows of all batches are copied.
     """
     routes: dict[tuple[int, ...], Route] = {}
     taken = {}
@@ -157,7 +158,7 @@ def row_ranges(columns: Columns, sizes: Sequence[int]) -> Iterator[dict[str, Col
 
     Args:
         columns: the columns of a batch.
-        sizes: number of rows of each range.
+        sizes: number of rows in each range of consecutive rows.
     """
     ends = list(itertools.accumulate(sizes, initial=0))
     families = {id(column.offsets): column.offsets for column in columns.values() if column.offsets is not None}
@@ -184,10 +185,10 @@ class Route(NamedTuple):
     Columns that share one offsets tensor also share one `Route`.
 
     Attributes:
-        pieces: ranges of contiguous values to copy, in the order of the new rows. The range (part, start, stop) holds
-            the values from `start` to `stop` - 1 of the source column with the index `part`.
-        total: number of values in all new rows together.
-        offsets: offsets of the new rows; None for dense columns.
+        pieces: ranges of contiguous values to copy, in the order of the new batch's rows. The range (part, start, stop)
+            holds the values from `start` to `stop` - 1 of the source column with the index `part`.
+        total: number of values that the column has in all rows of the new batch together.
+        offsets: offsets of the new batch's rows in a jagged column; None for dense columns.
     """
 
     pieces: list[tuple[int, int, int]]

@@ -58,7 +58,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     ),
     "positive_mask": (
         "response",
-        "bool; True = the token was sampled in a correct answer, whose negative log-likelihood is added to the loss",
+        "bool; True = the token was sampled in a correct answer, so its negative log-likelihood is added to the loss",
     ),
     "policy_version": ("response", "version (step) of the weights that sampled the token, int64; -1 in observations"),
     "turn_index": ("response", "int64, number of the turn in which the token was sampled, from 0; -1 in observations"),
@@ -82,7 +82,8 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "uid": ("row", "number of the row's prompt group, int64"),
     "valid": (
         "row",
-        "bool; False = excluded from all statistics: no score, or a truncated answer that the config excludes",
+        "bool; False = the statistics exclude the row, because it has no score, or because its answer is truncated and "
+        "the config excludes truncated answers",
     ),
     "failed": ("row", "bool; True = a reward function or reward model failed on the row, so the row is not valid"),
     "failed_function": ("row", "number of the reward component that failed on the row; -1 if no component failed"),
@@ -241,8 +242,8 @@ class DataProto:
         for name, values in columns.items():
             if len(values) != len(column.values):
                 raise ValueError(
-                    f"{len(values)} values for '{name}', {len(column.values)} values in '{like}': give one value per "
-                    "token"
+                    f"{len(values)} values were given for column '{name}', but column '{like}' has "
+                    f"{len(column.values)} values: give one value per token"
                 )
         return self._with({name: Column(values, offsets) for name, values in columns.items()})
 
@@ -251,7 +252,7 @@ class DataProto:
 
         Args:
             like: name of an existing jagged column. The new columns get the row lengths of the column `like`.
-            **columns: the new columns as padded tensors (B, T), with the same padded slots as `padded(like)`.
+            **columns: the new columns as padded tensors (B, T), with padding at the same places as in `padded(like)`.
         """
         mask = self.padding_mask(like)
         return self.with_values(like, **{name: padded[mask] for name, padded in columns.items()})
@@ -271,7 +272,7 @@ class DataProto:
         """Return a batch with only the named columns.
 
         Raises:
-            KeyError: one of the given names is not the name of a column of the batch.
+            KeyError: an element of `keys` is not the name of a column of the batch.
         """
         keys, columns = self._known(keys), self._tensors
         others = {key: column for key, column in self._others.items() if key in keys}
@@ -295,7 +296,7 @@ class DataProto:
             names: mapping from old to new column names.
 
         Raises:
-            KeyError: one of the given names is not the name of a column of the batch.
+            KeyError: a key of `names` is not the name of a column of the batch.
             ValueError: two columns of the new batch would have the same name.
         """
         self._known(names)
@@ -425,7 +426,7 @@ class DataProto:
         """Append copies of the batch's first rows until the number of rows is a multiple of `divisor`.
 
         Returns:
-            The batch with the appended rows, and the number of appended rows.
+            The batch extended by copies of its first rows, and the number of these copies.
         """
         added = -len(self) % divisor
         return self[torch.arange(len(self) + added) % max(len(self), 1)], added

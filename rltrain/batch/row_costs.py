@@ -34,8 +34,8 @@ class RowWork:
     """The numbers of multiply-adds per token and per token pair, from which the forward-pass cost of a row is computed.
 
     Attributes:
-        token: multiply-adds per token, in the matrices of all layers.
-        output: multiply-adds per response token, in the vocabulary head.
+        token: number of multiply-adds per token in the weight matrices of all layers, without the vocabulary head.
+        output: number of multiply-adds per response token in the vocabulary head.
         attention: for each group of layers with the same attention window, the pair (window, multiply-adds per pair of
             tokens). An attention window of None means that a token attends to all preceding tokens.
     """

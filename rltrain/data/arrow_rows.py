@@ -76,8 +76,8 @@ def _microseconds(kind: Any) -> Any:
 
 def _unusable(kind: Any, place: str) -> ConfigError:
     return ConfigError(
-        f"{place}: Python cannot represent this value of type {kind}; write it as text or, if it is a time, "
-        "in whole microseconds between the years 1 and 9999, without a time zone or in UTC"
+        f"{place}: Python cannot represent this value of type {kind}; write the value as text; a time may "
+        "also be written in whole microseconds, in UTC or without a time zone, between the years 1 and 9999"
     )
 
 

@@ -129,7 +129,8 @@ def fetch(
     Args:
         name: name of the model on the hub.
         where: the config key and its value, for the start of error messages.
-        on_bytes: called during the download with the number of bytes received so far and the total number of bytes.
+        on_bytes: function that is called during the download with the number of bytes received so far and the total
+            number of bytes.
         environment: environment variables of the download process.
 
     Raises:

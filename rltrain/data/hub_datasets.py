@@ -110,7 +110,7 @@ def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
     Args:
         name: name of the data set on the hub.
         where: the config key and its value, for the start of error messages.
-        key: the config key, `train` or `val`, which determines the split if the name contains no split.
+        key: the config key, `train` or `val`, which determines the split if the data set's name has no split.
 
     Raises:
         ConfigError: the data set can be neither found nor downloaded. The message of the ConfigError names the cause

@@ -340,8 +340,8 @@ def end_token_ids(path: str | Path, tokenizer: Any) -> list[int]:
     size = model.get("vocab_size")
     require(
         not isinstance(size, int) or ids[-1] < size,
-        f"model.path={path}: end token {ids[-1]} is not below the model's vocab_size={size}; correct eos_token_id in "
-        "generation_config.json and config.json, or use the tokenizer that belongs to the model",
+        f"model.path={path}: the end token's id {ids[-1]} must be below the model's vocab_size={size}; correct "
+        "eos_token_id in generation_config.json and config.json, or use the tokenizer that belongs to the model",
     )
     return ids
 

@@ -287,8 +287,8 @@ def _check_experts(tensors: Mapping[str, StoredTensor], where: str) -> None:
         missing = sorted(set(range(max(found) + 1)) - set(found)) if max(found) < 2 * len(found) + 8 else found
         require(
             not missing,
-            f"{where}: its weights lack {_some(f'{before}{number}{after}' for number in missing)}, of experts that are "
-            f"numbered up to {max(found)}; {AGAIN}",
+            f"{where}: its weights lack {_some(f'{before}{number}{after}' for number in missing)}, although the "
+            f"experts are numbered up to {max(found)}; {AGAIN}",
         )
 
 
@@ -325,7 +325,8 @@ def load_whole(kind: Any, path: str, where: str, *, new_head: bool = False, **kw
         **kwargs: keyword arguments that are passed on to `from_pretrained`.
 
     Raises:
-        ConfigError: `check_weights` fails, or the weight files lack tensors or hold unexpected tensors.
+        ConfigError: `check_weights` rejects the weight files, or transformers reports missing, unexpected or mismatched
+            tensors.
     """
     check_weights(path, where, kind, new_head=new_head)
     with reported(where):

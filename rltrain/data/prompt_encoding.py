@@ -21,7 +21,7 @@ class Overlong:
 
     Attributes:
         tokens: number of tokens in the text, or a lower bound on the number of tokens if `exact` is false.
-        exact: whether `tokens` is the exact number of tokens and not only a lower bound.
+        exact: whether `tokens` is the exact number of tokens in the text and not only a lower bound.
     """
 
     tokens: int

@@ -234,7 +234,7 @@ def require_column(name: str, columns: Sequence[str], given: str, where: str, mo
     """Raise ConfigError if the data lacks the column `name`.
 
     Args:
-        name: name of the column.
+        name: name of the column that the data must have.
         columns: names of the columns that the data has.
         given: the config key and its value, for the start of the error message.
         where: the config key and the source of the data, for the error message.
@@ -274,7 +274,7 @@ def template_parts(template: str, *, key: str = "data.prompt", what: str = "prom
         require(bool(plain), f"{given}: '{{{inside}}}' names no column; {BRACES}")
     require(
         any(name is not None for _, name, _, _ in parts),
-        f"{given}: a template without a column would be the same {what} in every row; {BRACES}",
+        f"{given}: a template without a column would give the same {what} for every row; {BRACES}",
     )
     return [(text, name) for text, name, _, _ in parts]
 

@@ -101,9 +101,9 @@ class PromptPools:
     `PromptPools` can be saved and loaded, and takes eight bytes per prompt.
 
     Args:
-        size: number of prompts.
+        size: number of training prompts.
         seed: seed of the run.
-        difficulty: thresholds and fractions of the pools.
+        difficulty: the config's thresholds and fractions of the prompt pools.
     """
 
     def __init__(self, size: int, seed: int, difficulty: DifficultyConfig) -> None:
@@ -229,8 +229,8 @@ class PromptPools:
             raise ValueError("the number of stored outcomes is not the number of prompts")
         if any(map(int.__gt__, self._correct, self._judged)) or any(n >= self._drawn for n in self._in_flight):
             raise ValueError(
-                "a prompt has more correct answers than judged answers, or the position of a draw is not less than the "
-                "number of draws"
+                "a prompt has more correct answers than judged answers, or an unfinished draw has a position that was "
+                "not drawn yet"
             )
 
 

@@ -41,8 +41,8 @@ class Prompt:
             template without control tokens. For a text prompt, `text` is the text in the data; control tokens are
             removed from the text if control tokens are allowed in prompts.
         ids: the exact token ids that the engine receives.
-        columns: maps the name of each column that reward functions get to the row's value in that column; a missing
-            value is None.
+        columns: maps the name of each column that reward functions get to the value in that column of the prompt's data
+            row; a missing value is None.
         messages: the chat messages; None if the prompt is text.
         supervised_ids: token ids of the supervised answer, which the supervised loss trains on; None if the prompt has
             no supervised answer.
@@ -68,12 +68,13 @@ class PromptSet(Sequence[Prompt]):
 
     Attributes:
         source: the source of the prompts, as written in the config.
-        where: the config key and the source, in the form that error messages show.
+        where: the config key and the source of the prompts, in the form that error messages show.
         columns: names of the data columns that reward functions get.
         filtered: number of prompts that were left out because they are too long.
         notes: one-line messages for the user about the prompts.
         own_splits: whether the same source gives different rows for training and for evaluation.
-        described: one-line description, for the user, of the source and of how rows became prompts.
+        described: one-line description, for the user, of the source of the prompts and of how the source's rows became
+            prompts.
         supervised: the supervised answers to the prompts; None if the run has no supervised loss.
     """
 
@@ -306,8 +307,8 @@ def _notes(where: str, prompts: PromptSet, encoder: PromptEncoder, limit: int) -
     if encoder.spelling:
         place, name = encoder.first_spelling
         notes.append(
-            f"{where}: prompts that contain names of control tokens, which are encoded as text: {encoder.spelling:,}, "
-            f"the first with {name} in {place}; data.special_tokens=allow encodes the names as control tokens"
+            f"{where}: prompts that contain names of control tokens: {encoder.spelling:,} (the first: {name} in "
+            f"{place}); the names are encoded as text, or with data.special_tokens=allow as control tokens"
         )
     return notes
 

@@ -18,7 +18,10 @@ from rltrain.settings.typed import require
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # Matches the JSON escape of a UTF-16 surrogate, paired or unpaired.
 _CSV_BLOCK = 1 << 26  # Size in bytes of the blocks in which a CSV file is parsed; a row cannot be longer than a block.
-SOURCE_HELP = "a data set of the hub is written ORG/NAME, and a function package.module:function or file.py:function"
+SOURCE_HELP = (
+    "a data set of the Hugging Face hub is written as ORG/NAME, and a function is written as package.module:function "
+    "or file.py:function"
+)
 
 
 def path_rows(source: str, where: str) -> Rows:

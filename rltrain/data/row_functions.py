@@ -70,8 +70,8 @@ def _parameters(function: Callable[..., Any], where: str) -> list[str]:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{where}: the parameters of the function cannot be read; call the function from a Python "
-            "function of your own"
+            f"{where}: the parameters of the function cannot be read; write a Python function that calls "
+            "this function, and name the new function instead"
         ) from None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -80,8 +80,8 @@ def _parameters(function: Callable[..., Any], where: str) -> list[str]:
         needed = one.default is inspect.Parameter.empty and one.kind not in starred
         require(
             not needed or (one.name in ARGUMENTS and one.kind in by_name),
-            f"{where}: the function needs '{one.name}', but only split and seed are passed, by name; give the "
-            "parameter a default",
+            f"{where}: the function needs '{one.name}', but rltrain passes only split and seed, by name; give "
+            "the parameter a default",
         )
     return names
 

@@ -63,8 +63,8 @@ def load_rows(source: str, where: str, *, split: Split, seed: int, limit: int | 
     """Read the rows of a file, function, built-in task or data set of the hub.
 
     Args:
-        source: the source, in one of the forms that the docstring of `rltrain.data.row_sources` lists.
-        where: the config key and the source, for the start of the error message.
+        source: the source of the rows, in one of the forms that the docstring of `rltrain.data.row_sources` lists.
+        where: the config key and the source of the rows, for the start of the error message.
         split: "train" or "val", the config key under `data` that names the source. Built-in tasks and functions may
             have different rows for training and for evaluation.
         seed: random seed of the run, for built-in tasks and functions.

@@ -117,8 +117,8 @@ class SupervisedAnswers:
             )
         if self.spelling:
             notes.append(
-                f"{where}: supervised answers that contain names of control tokens, which are encoded as text: "
-                f"{self.spelling:,}; data.special_tokens=allow encodes the names as control tokens"
+                f"{where}: supervised answers that contain names of control tokens: {self.spelling:,}; the names are "
+                "encoded as text, or with data.special_tokens=allow as control tokens"
             )
         return notes
 
@@ -127,14 +127,14 @@ class AnswerForm:
     """Reads the answers for the supervised loss from the rows of one data source.
 
     Args:
-        response: name of a column, or a template with columns in braces.
-        columns: names of the data's columns.
-        form: the way in which rows become prompts. A `PromptForm` can compute columns that the data lacks, such as
+        response: source of the answers: the name of a column, or a template with columns in braces.
+        columns: names of the columns of the data source.
+        form: the way in which data rows become prompts. A `PromptForm` can compute columns that the data lacks, such as
             `completion`.
         where: the config key and the source of the data, for error messages.
 
     Raises:
-        ConfigError: a named column is missing, or the template is malformed.
+        ConfigError: a column that `response` names is missing, or the template `response` is malformed.
     """
 
     def __init__(self, response: str, columns: Sequence[str], form: PromptForm, *, where: str) -> None:
@@ -152,7 +152,7 @@ class AnswerForm:
         """Return the text of a row's supervised answer; None if the row has no answer.
 
         Raises:
-            RowError: a value in one of the columns is neither text nor a number.
+            RowError: a value in one of the columns of the answer is neither text nor a number.
         """
         texts: list[str] = []
         for before, name in self._parts:
@@ -173,8 +173,8 @@ class AnswerForm:
         if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
             return str(value)
         raise RowError(
-            f"a value of type {type(value).__name__} in column '{name}', which data.sft_response reads as an answer; "
-            "give it text, a number, a list with one message, or no value"
+            f"column '{name}', which data.sft_response reads as an answer, has a value of type {type(value).__name__}; "
+            "write the answer as text, a number or a list with one message, or leave the value out"
         )
 
 
@@ -307,15 +307,16 @@ def load_answers(
     Args:
         rows: all rows that were read from the data source.
         kept: row numbers of the rows that became prompts, in the order of the prompts.
-        form: the way in which rows become prompts.
+        form: the way in which data rows become prompts.
         tokenizer: a Hugging Face tokenizer.
         options: which columns hold the answers, and how answers end.
-        where: the config key and the source, for error messages.
+        where: the config key and the source of the data, for error messages.
         special_tokens, lossy_tokenizer: have the same meaning as in `rltrain.data.prompts.load_prompts`.
 
     Raises:
-        ConfigError: a named column is missing, an answer is invalid, or no row has an answer. The message of the
-            ConfigError is one line that gives the invalid value, the rule that the value breaks, and the fix.
+        ConfigError: a column that `options` names is missing, an answer is invalid, or no row has an answer. The
+            message of the ConfigError is one line that gives the invalid value, the rule that the value breaks, and the
+            fix.
     """
     answers = AnswerForm(options.response, rows.columns, form, where=where)
     found = SupervisedAnswers(answers.source)

@@ -44,9 +44,9 @@ class _Turn:
     """An answer of the assistant and the messages after it.
 
     Attributes:
-        messages: the messages after the answer.
-        thought: text of the thought (`<think>...</think>`) before the answer.
-        cut: whether the answer was cut off before the policy sampled an end token.
+        messages: the messages that follow the assistant's answer.
+        thought: text of the thought (`<think>...</think>`) before the assistant's answer.
+        cut: whether the assistant's answer was cut off before the policy sampled an end token.
     """
 
     messages: "Sequence[Message]"
@@ -61,7 +61,7 @@ def fault(renderer: "TurnRenderer", roles: Collection[str]) -> str | None:
     rendering, or None if there is no difference.
 
     Args:
-        renderer: the renderer to check.
+        renderer: the renderer to check, which builds conversations turn by turn.
         roles: roles of the messages that follow an answer of the assistant.
     """
     if not renderer.tokenizer.chat_template:
@@ -73,9 +73,12 @@ def fault(renderer: "TurnRenderer", roles: Collection[str]) -> str | None:
             try:
                 _check(renderer, turns)
             except (_FaultError, TemplateError) as error:
-                return f"a conversation built turn by turn would differ from the template's rendering ({what}): {error}"
+                return (
+                    "a conversation built turn by turn would differ from the chat template's rendering if "
+                    f"{what}: {error}"
+                )
     except (_FaultError, TemplateError) as error:
-        return f"a conversation built turn by turn would differ from the template's rendering: {error}"
+        return f"a conversation built turn by turn would differ from the chat template's rendering: {error}"
     return None
 
 
@@ -87,18 +90,18 @@ def _conversations(roles: Collection[str]) -> Iterator[tuple[str, list[_Turn]]]:
     ]
     thought = "<think>\nthinking 56\n</think>\n\n"
     if "user" in roles:
-        yield "if a user's message follows an answer", [_Turn(user)]
-        yield "if a user's message follows an answer that was cut off", [_Turn(user, cut=True)]
-        yield "if a user's message follows each of three answers", [_Turn(user)] * 3
-        yield "if a user's message follows an answer with thoughts", [_Turn(user, thought), _Turn(user, thought)]
+        yield "a user's message follows an answer", [_Turn(user)]
+        yield "a user's message follows an answer that was cut off", [_Turn(user, cut=True)]
+        yield "a user's message follows each of three answers", [_Turn(user)] * 3
+        yield "a user's message follows an answer with thoughts", [_Turn(user, thought), _Turn(user, thought)]
     if "tool" in roles:
-        yield "if the result of one tool call follows an answer", [_Turn(results[:1])]
-        yield "if the results of two tool calls follow one answer", [_Turn(results)]
-        yield "if a tool result follows each of three answers", [_Turn(results[:1])] * 3
-        yield "if a tool result follows an answer with thoughts", [_Turn(results[:1], thought)] * 2
-        yield "if a tool result follows an answer that was cut off", [_Turn(results[:1]), _Turn(results[:1], cut=True)]
+        yield "the result of one tool call follows an answer", [_Turn(results[:1])]
+        yield "the results of two tool calls follow one answer", [_Turn(results)]
+        yield "a tool result follows each of three answers", [_Turn(results[:1])] * 3
+        yield "a tool result follows an answer with thoughts", [_Turn(results[:1], thought)] * 2
+        yield "a tool result follows an answer that was cut off", [_Turn(results[:1]), _Turn(results[:1], cut=True)]
     if {"user", "tool"} <= {*roles}:
-        yield "if tool results and user messages follow answers", [_Turn(results), _Turn(user), _Turn(results[:1])]
+        yield "tool results and user messages follow answers", [_Turn(results), _Turn(user), _Turn(results[:1])]
 
 
 def _require_tools(renderer: "TurnRenderer") -> None:
@@ -179,21 +182,24 @@ def _require_same(renderer: "TurnRenderer", row: Sequence[int], whole: Sequence[
     Thoughts, and white space around answers, may differ between the conversation and the rendering.
 
     Args:
-        renderer: the renderer that is checked.
+        renderer: the checked renderer, which has built the conversation turn by turn.
         row: token ids of the conversation that was built turn by turn.
-        whole: token ids of the template's rendering of the same conversation.
+        whole: token ids that the chat template gives when it renders the whole conversation in `row` at once.
         answers: texts of the assistant's answers. An answer that contains control tokens is split at these tokens.
     """
     ours, theirs = _pieces(renderer, row), _pieces(renderer, whole)
     for (special, ids), (their_special, their_ids) in zip(ours, theirs, strict=False):
         if special != their_special:
             raise _FaultError(
-                f"the control token {_name(renderer, special)} stands where the template writes "
-                f"{_name(renderer, their_special)}; {_WAY_OUT}"
+                f"the built conversation contains the control token {_name(renderer, special)} where the template "
+                f"writes {_name(renderer, their_special)}; {_WAY_OUT}"
             )
         text, their_text = renderer.decoded(ids), renderer.decoded(their_ids)
         if ids != their_ids and not _same(text, their_text, answers):
-            raise _FaultError(f"{text[-80:]!r} stands where the template writes {their_text[-80:]!r}; {_WAY_OUT}")
+            raise _FaultError(
+                f"the built conversation contains {text[-80:]!r} where the template writes {their_text[-80:]!r}; "
+                f"{_WAY_OUT}"
+            )
     if len(ours) != len(theirs):
         raise _FaultError(
             f"the built conversation has {len(ours) - 1} control tokens, but the template writes {len(theirs) - 1}"
@@ -238,8 +244,8 @@ def _require_open(renderer: "TurnRenderer", chat: "Sequence[Message]", whole: st
     before = _THOUGHT.sub("", following.rpartition(renderer.mark)[0]).rstrip()
     if not before.endswith(context):
         raise _FaultError(
-            f"the chat template does not open the assistant's next answer: it opens an answer with {context!r}, but "
-            f"writes the answer after {before[-_TAIL:]!r}; {_WAY_OUT}"
+            f"the chat template does not open the assistant's next answer: with add_generation_prompt=true its text "
+            f"ends with {context!r}, but it writes a finished answer after {before[-_TAIL:]!r}; {_WAY_OUT}"
         )
 
 

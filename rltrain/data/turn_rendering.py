@@ -41,8 +41,8 @@ class Anchor:
     """A placeholder message of the assistant, which replaces the sampled answer while the next observation is rendered.
 
     Attributes:
-        message: the assistant's message.
-        marks: number of occurrences of the renderer's `mark` in the rendered message.
+        message: the placeholder message of the assistant.
+        marks: number of occurrences of the renderer's `mark`, a known word, in the rendered message.
         markup: text that the template writes between the last occurrence of the renderer's `mark` and the end of the
             last tool call, such as closing brackets; "" if the message has no tool calls.
         closing: text that the template writes after the answer if no other message follows.
@@ -133,8 +133,8 @@ class TurnRenderer:
         token of the right role.
 
         Args:
-            messages: the new messages: results of tools, or messages of a user. Tool results at the start of `messages`
-                belong to the tool calls in the sampled answer.
+            messages: the messages that follow the sampled answer: results of tools, or messages of a user. Tool results
+                at the start of `messages` belong to the tool calls in the sampled answer.
             action_ids: token ids of the sampled answer; only the last id affects the result.
 
         Raises:

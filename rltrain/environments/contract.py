@@ -79,7 +79,8 @@ def as_step(value: Any) -> tuple[str, float | None, bool]:
     """Check the value that an environment's `step` has returned, and return (observation, reward, done).
 
     Raises:
-        EnvironmentFailure: the value is not a tuple (observation, reward, done).
+        EnvironmentFailure: the value that `step` has returned is not a tuple or list (observation, reward, done), or
+            the reward is not a finite number.
     """
     if not isinstance(value, tuple | list) or len(value) != 3:
         raise EnvironmentFailure(f"step returned {value!r:.80}; it must return (observation, reward, done)")
@@ -91,7 +92,7 @@ def as_reward(value: Any) -> float | None:
     """Return a reward as a float, or None if the environment gave no reward.
 
     Raises:
-        EnvironmentFailure: the value is not a finite number.
+        EnvironmentFailure: the reward that the environment gave is not a finite number.
     """
     if value is None:
         return None

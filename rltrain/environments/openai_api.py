@@ -134,7 +134,7 @@ def max_tokens_of(body: Mapping[str, Any], *names: str) -> int | None:
     """Return the value of the first key in `names` that a request sets, or None if the request sets no key in `names`.
 
     Raises:
-        ApiError: the value is not a positive integer.
+        ApiError: the maximum number of tokens in the request is not a positive integer.
     """
     for name in names:
         value = body.get(name)
@@ -166,7 +166,7 @@ def recorded_call(id: str, name: Any, arguments: Any) -> Mapping[str, Any]:
     """Convert a tool call of a request to the form in which rltrain records conversations.
 
     Raises:
-        ApiError: the arguments are not valid JSON.
+        ApiError: the arguments of the tool call are not valid JSON.
     """
     if isinstance(arguments, str):
         try:

@@ -140,7 +140,7 @@ class _MalformedError(ValueError):
     """Raised if a part of a text is not a valid tool call; the error's message tells the model what is wrong.
 
     Attributes:
-        end: position at which the JSON value of the call ends; None if the JSON itself is malformed.
+        end: position in the text at which the tool call's JSON value ends; None if the JSON itself is malformed.
     """
 
     def __init__(self, message: str, end: int | None = None) -> None:
@@ -359,13 +359,13 @@ def _enclosed(
 
     Args:
         text: the model's text, which contains the tool call.
-        start: position at which the mark `opening` of the tool call starts.
+        start: position in the text at which the opening mark of the tool call starts.
         opening, closing: the marks before and after the JSON value of the tool call.
-        read: function that converts the JSON value between the marks `opening` and `closing` to a tool call.
-        reopening: mark with which the next tool call in the text would start; None if the next call, too, would start
-            with the mark `opening`.
-        fence: mark that ends the fenced code block around the JSON value; "" if the JSON value is not in a code block.
-            The mark `fence` comes before the mark `closing`.
+        read: function that converts the JSON value of a tool call to the tool call.
+        reopening: mark with which the next tool call in the text would start; None if the next tool call would start
+            with the same mark as this tool call.
+        fence: mark that ends the fenced code block around the tool call's JSON value; "" if the JSON value is not in a
+            code block. The text has this mark before the tool call's closing mark.
     """
     body = start + len(opening)
     try:
@@ -470,7 +470,9 @@ def _checked(value: Any, end: int | None = None) -> _Call:
     if unknown := [key for key in value if key not in _KEYS]:
         raise _MalformedError(f"the call has the unknown key {json.dumps(unknown[0])}; {_SHAPE}", end)
     if "arguments" in value and "parameters" in value:
-        raise _MalformedError("the call has both arguments and parameters; keep one of them", end)
+        raise _MalformedError(
+            "the call has both the key arguments and the key parameters; keep only one of these keys", end
+        )
     id = value.get("id")
     made = id if isinstance(id, str) and _ID.fullmatch(id) else None
     return _Call(name, _arguments(value.get("arguments", value.get("parameters", {})), end), made)

@@ -117,11 +117,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "falls slowly, stays above 0",
         ),
         Metric(
-            "rollout/staleness_mean", "mean age of the weights that sampled a token, in weight versions", "versions"
+            "rollout/staleness_mean",
+            "mean age, in weight versions, of the weights with which a token was sampled",
+            "versions",
         ),
         Metric(
             "rollout/staleness_max",
-            "largest age of the weights that sampled a token, in weight versions",
+            "largest age, in weight versions, of the weights with which a token was sampled",
             "versions",
             "at most `trainer.max_staleness`",
         ),
@@ -578,7 +580,10 @@ def page() -> str:
         "The file `metrics.jsonl` has one line per training step, and `evaluations.jsonl` has one per evaluation.",
         "Shares and means over tokens count all trained tokens, even tokens that `correction` or `rejection` drops.",
         "No metric under `reward/`, `actor/` or `critic/` depends on the duration of a step.",
-        "The progress line's `kl` is the first metric that exists: KL to reference, KL to teachers, `actor/ppo_kl`.",
+        (
+            "The progress line's `kl` is the first existing metric of `actor/ref_kl`, `reward/kl`, "
+            "`actor/teacher_kl`, `actor/ppo_kl`."
+        ),
         "The metrics of a named evaluation set (`data.val_sets`) have names such as `eval/aime/sampled_reward`.",
         "A placeholder in a metric's name (`<name>`, `<phase>` or `<k>`) stands for one word or number.",
     ]

@@ -74,7 +74,7 @@ class SampleFiles:
         """Save the whole batch of a step to a file that `DataProto.load` can read.
 
         Returns:
-            The path of the file, or the reason why the batch could not be saved.
+            The path of the file with the saved batch, or the reason why the batch could not be saved.
         """
         path = self.batches / f"step_{step:06d}.pt"
         try:

@@ -60,7 +60,7 @@ class Sink(Protocol):
         continue in another output folder.
 
         Args:
-            step: last training step whose results are kept; 0 at the start of a run.
+            step: last training step whose metrics and samples are kept; 0 at the start of a run.
             steps: one mapping with the metrics of each training step up to `step`, oldest first. Each mapping also has
                 the key `step`, whose value is the number of the training step. In `steps` and `evaluations`, infinite
                 metric values are replaced by NaN.
@@ -125,7 +125,7 @@ class JsonLines:
     """Sink that writes one JSON object per line: training steps to `metrics.jsonl`, evaluations to `evaluations.jsonl`.
 
     Args:
-        output_dir: output folder of the run, which contains both JSON Lines files; must exist.
+        output_dir: output folder of the run, for the files `metrics.jsonl` and `evaluations.jsonl`; must exist.
     """
 
     def __init__(self, output_dir: Path) -> None:

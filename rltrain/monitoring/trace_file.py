@@ -165,7 +165,7 @@ class _Process:
         return thread, True
 
     def _free_thread(self, event: Event) -> tuple[int, bool]:
-        """Return a thread number for an event that must not be nested in another event, and whether the thread is new.
+        """Return the timeline thread on which to draw an event that no other event encloses, and whether it is new.
 
         An event is drawn on the thread of its track whose latest event ended first. If the latest events
         of all threads of the track end after the new event starts, a new thread is created.
@@ -191,9 +191,9 @@ class _Row:
 
     Attributes:
         thread: number that identifies this timeline row as a thread in the trace file.
-        start_ns: start time of the latest event on the row.
-        ends: end times of all events that contain the latest event, outermost event first, followed by the end time of
-            the latest event.
+        start_ns: start time of the latest event on this timeline row, in nanoseconds.
+        ends: end times of the latest event on this timeline row and of the events that the latest event is nested in.
+            The outermost event comes first, and the latest event comes last.
     """
 
     thread: int

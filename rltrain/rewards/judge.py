@@ -82,7 +82,8 @@ async def judge(
         api_key_env: name of the environment variable that holds the API key in the reward processes, not the key
             itself; with "", the placeholder "none" is sent as the key.
         timeout_s: time limit of one attempt to send a request and receive its answer, in seconds.
-        columns: dict that maps column names to the sample's values, for all data columns that match no other parameter.
+        columns: dict that maps names of data columns to the sample's values. A data column with the name of another
+            parameter of `judge` is not in `columns`.
 
     Returns:
         The score. The score is marked as failed, with a reason, if the request fails, if the judge's answer contains no

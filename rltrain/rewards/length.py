@@ -27,16 +27,16 @@ def length_penalty(
     Args:
         prompt: unused.
         response: the model's text.
-        target: the target length, either one number for all samples or a column of the data.
-        unit: "characters" (Unicode code points) or "words" (separated by white space; only for languages that put
-            spaces between words).
+        target: the target length of a response, either one number for all samples or a column of the data.
+        unit: the unit of lengths, "characters" (Unicode code points) or "words" (separated by white space; only for
+            languages that put spaces between words).
         both_sides: whether responses that are shorter than the target are also penalized.
 
     Returns:
         A score in [-1, 0], or None if `target` is None.
 
     Raises:
-        ValueError: the target is not above 0, or the unit is unknown.
+        ValueError: the target length is not above 0, or the unit of lengths is unknown.
     """
     if target is None:
         return None
@@ -65,13 +65,13 @@ def overlong_penalty(
         max_length: the length limit, called L_max in arXiv 2503.14476.
         buffer: the width of the linear range before the limit, L_cache in arXiv 2503.14476; if 0, the score drops from
             0 to -1 at the limit.
-        unit: "characters" or "words", as in `length_penalty`.
+        unit: the unit of lengths, "characters" or "words", as in `length_penalty`.
 
     Returns:
         A score in [-1, 0].
 
     Raises:
-        ValueError: the buffer is not between 0 and the limit, or the unit is unknown.
+        ValueError: `buffer` is not between 0 and the length limit `max_length`, or the unit of lengths is unknown.
     """
     if not 0 <= buffer <= max_length:
         raise ValueError(f"buffer={buffer} must be from 0 to max_length={max_length}; choose a buffer within the limit")

@@ -189,7 +189,7 @@ def check_columns(
     """Check that data and options provide all arguments of a reward function, and that the function takes all options.
 
     Args:
-        function: a function from `load_function`.
+        function: a reward function, as `load_function` returns it.
         name: the function's name in the config, which the error message shows.
         columns: names of the data's columns, apart from `prompt`.
         kwargs: the options that the config sets for the function, by name.
@@ -242,7 +242,8 @@ def check_aggregation(path: str) -> None:
     """Check that `path` names an aggregation function that can be called with the keyword arguments in `AGGREGATED`.
 
     Raises:
-        ConfigError: the aggregation function does not exist, or does not take the arguments in `AGGREGATED`.
+        ConfigError: the aggregation function does not exist, or does not take the keyword arguments `components`,
+            `uid`, `valid` and `weights`.
     """
     if ":" not in path and "." not in path:
         raise ConfigError(
@@ -266,7 +267,7 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
     """Inspect a reward function's signature once, and return a wrapper that calls the function with little overhead.
 
     Args:
-        function: a function from `load_function`.
+        function: a reward function, as `load_function` returns it.
         kwargs: the options of the reward function, by name. An option from the config overrides a data column of the
             same name.
 

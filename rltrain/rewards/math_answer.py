@@ -162,7 +162,7 @@ def _right(text: str, both_readings: bool) -> tuple[Any, ...]:
     found = _expressions(text, both_readings=both_readings)
     if not found:
         raise ValueError(
-            f"answer {text[:80]!r} does not parse as mathematics; correct the answer, or use "
+            f"the right answer {text[:80]!r} does not parse as mathematics; correct it in the data, or use "
             "exact_match for text answers"
         )
     return tuple(found)

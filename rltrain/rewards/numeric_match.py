@@ -69,8 +69,8 @@ def numeric_match(
             `rel_tol`.
 
     Returns:
-        1.0 if the numbers are equal, else 0.0; None if `answer` is None. A response gets 0.0 if it contains no number,
-        or if a `marker` is given and the response does not contain the marker.
+        1.0 if the number in the response equals the right number, else 0.0; None if `answer` is None. A response gets
+        0.0 if it contains no number, or if a `marker` is given and the response does not contain the marker.
 
     Raises:
         ValueError: the answer does not contain exactly one number, or a tolerance is negative.

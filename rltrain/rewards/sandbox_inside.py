@@ -25,7 +25,8 @@ def start(given: dict[str, int]) -> int:
     `start` returns only in the forked processes.
 
     Args:
-        given: settings of the watcher by name, which `rltrain.rewards.sandbox` passes on the command line.
+        given: settings of the watcher (the process that supervises the program), by name.
+            `rltrain.rewards.sandbox` passes the settings on the command line.
 
     Returns:
         The file descriptor from which the forked process can read the source code that it must run.

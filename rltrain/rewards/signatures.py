@@ -60,11 +60,11 @@ class Signature:
     """Description of how another trainer calls reward functions.
 
     Attributes:
-        trainer: name of the trainer.
+        trainer: name of the trainer that calls reward functions in the described way.
         marks: sets of parameter names by which reward functions of the trainer are recognised. A reward function whose
             parameters include all names of one set in `marks` is treated as written for the trainer `trainer`.
-        first: names of the first two parameters of the function that wraps the user's reward function: `SINGLE` or
-            `BATCHED`.
+        first: names of the first two parameters of the function that wraps the user's reward function: `SINGLE` if the
+            function scores one sample per call, `BATCHED` if the function scores several samples per call.
         reads: names of the data columns from which rltrain builds the arguments of the reward function, if the data has
             these columns.
         truth: pair (parameter that gets the right answer, columns that can contain the right answer in order of

@@ -130,7 +130,7 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         if not all(isinstance(manifest[key], kind) for key, kind in kinds.items()):
             raise ValueError("the manifest has a value of the wrong type")
         if manifest["step"] < 0 or manifest["incarnation"] < 0:
-            raise ValueError("the manifest has a negative step or incarnation")
+            raise ValueError("the manifest has a negative step or a negative number of restores (`incarnation`)")
         if not all(_is_entry(name, entry) for name, entry in manifest["files"].items()):
             raise ValueError("an entry of the manifest has an invalid file name, or lacks the size or the checksum")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -173,7 +173,8 @@ class _Save:
         history: dict that maps the name of each JSON-lines file of the run to a `FileStart`: the bytes that the driver
             copies from the start of the file into the checkpoint.
         groups: dict that maps each role to the worker group whose ranks write the role's state.
-        saved: dict that maps a role to the results of its ranks, after all ranks of the role have written their files.
+        saved: dict that maps a role to one `Saved` (written files or an error) per rank. A role is added once all ranks
+            of the role have written their files.
     """
 
     step: int

@@ -229,7 +229,7 @@ def check_cache(config: Config) -> None:
     """Check that the cache folder is writable, unless the built-in model is already stored in that folder.
 
     Raises:
-        ConfigError: the cache folder cannot be written to.
+        ConfigError: the cache folder of rltrain (`RLTRAIN_CACHE`) cannot be written to.
     """
     if config.model.path == BUILTIN_MODEL:
         from rltrain.tasks.tiny_model import cache_root, start_path

@@ -36,5 +36,5 @@ def describe(output_dir: Path, args: Args, tokenizer: Any) -> None:
     # file of token texts.
     except Exception as error:
         logger.warning(
-            "%s is not written, so the report shows token ids instead of texts: %s", TOKENS, described(error)
+            "%s could not be written, so the report shows token ids instead of texts: %s", TOKENS, described(error)
         )

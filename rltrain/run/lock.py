@@ -25,7 +25,7 @@ class RunLock:
     method `take` creates the lock files and takes the locks.
 
     Args:
-        trainer: section `trainer` of the config, which names the folders.
+        trainer: section `trainer` of the config, which names the output folder and the checkpoint folder.
     """
 
     def __init__(self, trainer: TrainerConfig) -> None:
@@ -51,7 +51,7 @@ class RunLock:
         """Create the output folder and the lock files, and lock the output folder and a local checkpoint folder.
 
         Raises:
-            ConfigError: another run has locked one of the folders.
+            ConfigError: another run has locked the output folder or the checkpoint folder.
         """
         self.__exit__()
         for where, file in self.files.items():

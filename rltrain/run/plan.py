@@ -238,8 +238,8 @@ def _teachers(config: Config, facts: Facts) -> str:
         parts.append(f"{teacher.name} = {path}{f' ({said})' if said else ''}")
     kl = "exact reverse KL" if distillation.full else "reverse KL of sampled tokens"
     how = f"{kl} in the {'advantages' if distillation.in_reward else 'loss'}, coefficient {distillation.coef:g}"
-    column = "" if distillation.teacher_column is None else f"; chosen by the column {distillation.teacher_column}"
-    rewards = f"advantages of rewards multiplied by {distillation.outcome_coef:g}"
+    column = "" if distillation.teacher_column is None else f"; column {distillation.teacher_column} names the teacher"
+    rewards = f"the advantages from rewards are multiplied by {distillation.outcome_coef:g}"
     return f"{', '.join(parts)}{column}; {how}; {'rewards are only measured' if distillation.alone else rewards}"
 
 
@@ -305,12 +305,12 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
         f"scores normalised ({_levels(algorithm.reward_normalization)})": algorithm.reward_normalization.on,
         f"advantages normalised ({_levels(algorithm.advantage_normalization)})": algorithm.advantage_normalization.on,
         f"advantages limited to +-{algorithm.advantage_clip or 0:g}": algorithm.advantage_clip is not None,
-        "a truncated answer scores at most as much as an answer with rewards of 0": algorithm.suppress_truncated,
+        "a truncated answer scores no more than an answer whose rewards are 0": algorithm.suppress_truncated,
         "truncated answers left out of all statistics": algorithm.exclude_truncated,
         "truncated answers not trained on": algorithm.mask_truncated,
         "the critic's value of the last state added to the reward of truncated answers": algorithm.bootstrap_truncated,
-        "groups with all outcomes equal are left out": algorithm.dynamic_sampling == 1,
-        "groups with all outcomes equal are replaced (a step generates at most "
+        "prompt groups whose answers all have the same outcome are left out": algorithm.dynamic_sampling == 1,
+        "prompt groups whose answers all have the same outcome are replaced (a step generates at most "
         f"{algorithm.dynamic_sampling} batches of prompts)": algorithm.dynamic_sampling > 1,
         f"entropy bonus {algorithm.entropy_coef:g}": algorithm.entropy_coef > 0 and target is None,
         f"entropy bonus towards a target of {target or 0:g} nats; its coefficient starts at {algorithm.entropy_coef:g} "
@@ -321,7 +321,8 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
         f"NLL of correct answers, coefficient {algorithm.positive_nll_coef:g}": algorithm.positive_nll_coef > 0,
         "the engine's log-probs used as old log-probs": algorithm.old_log_probs == "rollout",
         _weights(correction): correction.level is not None,
-        f"rejection of {'bad ' if rejection.only_negative else ''}{rejected} by {rejection.kl_estimator}"
+        f"rejection of {'negative-advantage ' if rejection.only_negative else ''}{rejected} whose "
+        f"{rejection.kl_estimator} estimate of the KL is"
         f"{_bounds(rejection.lower, rejection.upper)}": rejection.kl_estimator is not None,
     }
     return [text for text, on in said.items() if on]
@@ -333,8 +334,8 @@ def _weights(correction: CorrectionConfig) -> str:
     bounds = _bounds(correction.lower, correction.upper)
     parts = [f"{correction.level} importance weights (actor probability / engine probability)"]
     parts += [f"{outside}{bounds}"] if bounds else []
-    parts += ["weights divided by the mean weight of the mini-batch"] if correction.batch_normalize else []
-    parts += ["dropped tokens not counted in the policy loss"] if correction.normalize == "kept" else []
+    parts += ["each divided by the mean importance weight of the mini-batch"] if correction.batch_normalize else []
+    parts += ["the policy loss averaged only over the kept tokens"] if correction.normalize == "kept" else []
     return ", ".join(parts)
 
 
@@ -453,10 +454,10 @@ def _transport(config: Config) -> str:
     Return "" for the default transport in a run whose ranks and engines are all on this machine.
     """
     if config.rollout.weight_transport == "auto":
-        between = "; weights through shared memory on one machine, or through a process group between machines"
+        between = "; weights are sent through shared memory on one machine, or a process group between machines"
         return "" if config.placement.address == "local" else between
     names = {"shared_memory": "shared memory", "object_store": "Ray's object store", "process_group": "a process group"}
-    return f"; weights through {names[config.rollout.weight_transport]}"
+    return f"; weights are sent through {names[config.rollout.weight_transport]}"
 
 
 def _staleness(config: Config) -> str:

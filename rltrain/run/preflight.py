@@ -36,7 +36,7 @@ class Finding:
         node: name of the node; "cluster" for a check of all nodes together.
         what: what was checked, such as "versions".
         found: what the check found, such as "interface eth0".
-        remedy: what the user can do; "" if the check has passed.
+        remedy: what the user can do if the check has failed; "" if the check has passed.
     """
 
     node: str
@@ -102,8 +102,8 @@ def findings(config: Config, facts: Sequence[NodeFacts], silent: Sequence[Silent
 
     Args:
         config: the whole config.
-        facts: facts about the nodes that answered, with the driver's node first.
-        silent: nodes that did not answer.
+        facts: facts that each node has reported about itself, such as software versions, with the driver's node first.
+        silent: nodes that did not answer the request to report facts about themselves.
         took_s: seconds from the first request for facts to the last reply of a node.
     """
     found = [
@@ -236,7 +236,7 @@ def _clock(node: NodeFacts, driver: NodeFacts, took_s: float) -> Iterator[Findin
         yield Finding(
             node.name,
             "clock",
-            f"differs by {difference:.0f} s from the driver's node {driver.name}",
+            f"differs by {difference:.0f} s from the clock of the driver's node {driver.name}",
             "set the clocks of all nodes by NTP, because the timeline and the tokens of the Hugging Face hub need "
             "correct clocks",
         )
@@ -274,7 +274,7 @@ def _fit(config: Config, facts: Sequence[NodeFacts]) -> Iterator[Finding]:
                 f"start Ray on this node with --num-cpus={node.cores}",
             )
         elif node not in short:
-            yield Finding(node.name, "CPUs", f"{node.cpus:g} for Ray, {node.cores} cores")
+            yield Finding(node.name, "CPUs", f"Ray counts {node.cpus:g} CPUs; the node has {node.cores} cores")
 
 
 def _shared_folders(config: Config) -> dict[str, Path]:

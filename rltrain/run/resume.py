@@ -165,7 +165,7 @@ def _require_same_place(saved: Mapping[str, Any], trainer: TrainerConfig, own: F
     the output folder by another path.
 
     Raises:
-        ConfigError: the saved run has another checkpoint folder.
+        ConfigError: the saved run's checkpoint folder is not the checkpoint folder in the config.
     """
     there, output = (str(saved.get(f"trainer.{key}", "")) for key in ("checkpoint_dir", "output_dir"))
     beside = there == f"{output}/checkpoints" and str(own) == str(Path(absolute(trainer.output_dir)) / "checkpoints")
@@ -213,7 +213,7 @@ def _from(config: Config, checkpoint: Checkpoint) -> Beginning:
             f"trainer.total_steps={trainer.total_steps}; the model is in {output / 'model'}"
         )
         return Beginning(checkpoint, (line,), over=True)
-    said = [f"going on after step {checkpoint.step}, from {checkpoint.folder}"]
+    said = [f"the run continues after step {checkpoint.step}, from the checkpoint {checkpoint.folder}"]
     before = _flat(_values(checkpoint.config, str(checkpoint.folder))).get("trainer.total_steps")
     if before != trainer.total_steps:
         schedules = {role: getattr(config, role).lr_schedule for role in ("actor", "critic")}
@@ -250,7 +250,8 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
     checkpoint in another folder, the run needs new output and checkpoint folders.
 
     Raises:
-        ConfigError: the output or checkpoint folder contains newer checkpoints or another run.
+        ConfigError: the output or checkpoint folder contains files of another run, or checkpoints that are newer than
+            the one from which the run is resumed.
     """
     trainer, output = config.trainer, Path(absolute(config.trainer.output_dir))
     if str(checkpoint.folder) == str(own.at(f"step_{checkpoint.step}")):
@@ -344,7 +345,8 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
         prompts: training prompts, as they were loaded from the data set.
 
     Returns:
-        Lines of text to show to the user.
+        Lines of text for the user: one line if the user has repaired the file whose error ended the earlier run, else
+        none.
 
     Raises:
         ConfigError: a file of data, models or rewards has changed, or the checkpoint's state cannot be loaded. The
@@ -386,7 +388,7 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
             "the step or the number of restores in the driver state differs from the checkpoint's manifest"
         )
     if not isinstance(state["engine_checked"], bool):
-        raise ValueError("the value engine_checked in the state is neither true nor false")
+        raise ValueError("`engine_checked` in the driver state must be true or false")
     alarms = Alarms(config)
     for name, needed in ((METRICS, CURVES), (EVALUATIONS, ("step",))):
         for row in rows_of(checkpoint.history.get(name, b"")):

@@ -36,7 +36,7 @@ def check_stored_run(config: Config) -> None:
     folder = local_path(rollout.run, where)
     require(
         folder != Path(absolute(config.trainer.output_dir)),
-        f"{where}: is also trainer.output_dir, where this run writes its own answers; name two folders",
+        f"{where}: is also trainer.output_dir, where this run writes its own answers; name another trainer.output_dir",
     )
     _require_sampled_groups_only(config.algorithm)
     require(

@@ -43,7 +43,7 @@ def sweep(overrides: Sequence[str], files: Sequence[str], console: Console) -> i
         console: rich console on which the table is printed.
 
     Returns:
-        0 if all runs ended with status 0, else 1.
+        0 if all runs of the sweep ended with exit status 0, else 1.
 
     Raises:
         ConfigError: Hydra cannot read the sweep, or a launcher or sweeper is not installed.

@@ -142,7 +142,7 @@ class KLLossConfig:
         values="`k1`, `k2`, `k3`, `abs`, one of these with `+`, or `full`",
     )
     ratio_weighted: bool = key(
-        "Multiply the KL estimate by the ratio pi / pi_old, through which the gradient flows. With "
+        "Multiply the KL estimate by the ratio pi / pi_old. The gradient also flows through the ratio. With "
         "ratio_weighted=true, the estimators k1 and k3 have the gradient of the reverse KL."
     )
 
@@ -289,9 +289,9 @@ class RejectionConfig:
         "are dropped."
     )
     level: Literal["token", "sequence", "max"] = key(
-        "What is dropped if a KL estimate is outside the bounds. token: the token with this estimate. sequence: a "
-        "whole row, if the mean estimate of its tokens is outside. max: a whole row, if the estimate of any of its "
-        "tokens is outside."
+        "What is dropped if a KL estimate is outside the bounds. token: each token whose estimate is outside the "
+        "bounds. sequence: the whole row, if the mean of the estimates of its tokens is outside the bounds. max: the "
+        "whole row, if the estimate of at least one of its tokens is outside the bounds."
     )
     lower: float | None = key(
         "Lower bound of the KL estimate. A lower bound is valid only with kl_estimator=k1. null: no lower bound.",
@@ -327,11 +327,12 @@ class AlgorithmConfig:
         "Name of the function that computes the advantages.", values="name of an advantage estimator"
     )
     advantage: dict[str, Any] = key(
-        "Those parameters of the advantage estimator that differ from the estimator's default values."
+        "Parameters of the advantage estimator. A parameter that is left out has its default value."
     )
     loss_mode: str = key("Name of the policy loss.", values="name of a policy loss")
     loss: dict[str, Any] = key(
-        "Those parameters of the policy loss and its token selector that differ from the default values."
+        "Parameters of the policy loss, and of the function that selects the tokens for the policy loss, if there is "
+        "such a function. A parameter that is left out has its default value."
     )
     loss_agg_mode: AggMode = key(
         "How the losses of the tokens in a mini-batch are combined. token-mean: mean over tokens. token-sum: sum over "
@@ -339,13 +340,13 @@ class AlgorithmConfig:
         "of the mean over tokens. seq-mean-token-sum-norm: seq-mean-token-sum divided by rollout.max_response_length."
     )
     old_log_probs: Literal["actor", "rollout"] = key(
-        "Policy whose log-probs are the old log-probs in the loss's ratio (the proximal policy). actor: the actor "
-        "before the update. rollout: the inference engine."
+        "Policy in the denominator of the policy loss's probability ratio (the proximal policy). The log-probs of "
+        "this policy are called the old log-probs. actor: the actor before the update. rollout: the inference engine."
     )
     suppress_truncated: bool = key(
-        "An answer that was cut at the length limit (truncated) gets at most the score that it would get if all its "
-        "rewards were 0. The length penalty still applies to truncated answers. Truncated answers do not count in "
-        "score statistics."
+        "Limit the score of each answer that was cut at the length limit (truncated). A truncated answer gets at most "
+        "the score of an answer whose rewards are all 0. The length penalty still applies to truncated answers. "
+        "Truncated answers do not count in score statistics."
     )
     exclude_truncated: bool = key(
         "Leave answers that were cut at the length limit out of the score statistics. A truncated answer keeps its "
@@ -445,7 +446,8 @@ class AlgorithmConfig:
         require(
             self.correction.normalize == "all" or self.loss_agg_mode != "token-sum",
             f"loss_agg_mode={self.loss_agg_mode} with correction.normalize={self.correction.normalize}: token-sum "
-            "does not divide by a number of tokens; use another loss_agg_mode, or correction.normalize=all",
+            "does not divide by a number of tokens, so correction.normalize would have no effect; use another "
+            "loss_agg_mode, or correction.normalize=all",
         )
 
     @property

@@ -27,7 +27,8 @@ class TeacherConfig:
     """
 
     name: str = key(
-        "Name of the teacher in metrics, messages and the column algorithm.distillation.teacher_column.",
+        "Name of the teacher in metrics, in messages, and in the data column that "
+        "algorithm.distillation.teacher_column names.",
         if_left_out="name is the last part of `path`, or the host of an endpoint",
     )
     path: str = key(
@@ -57,7 +58,8 @@ class TeacherConfig:
         for name in ("model", "api_key_env"):
             require(
                 self.is_endpoint or getattr(self, name) is None,
-                f"{name}={getattr(self, name)} with path={self.path}: only an endpoint has this setting; leave it out",
+                f"{name}={getattr(self, name)} with path={self.path}: only an endpoint has this setting; leave "
+                f"{name} out",
             )
         require(
             self.path != REFERENCE or template is not None,
@@ -66,7 +68,8 @@ class TeacherConfig:
         )
         require(
             template is None or "{prompt}" in template,
-            f"prompt_template={template!r}: has no {{prompt}}; write one, as in '{{prompt}}\\n\\nHint: {{hint}}'",
+            f"prompt_template={template!r}: the template has no {{prompt}}; add {{prompt}}, as in "
+            f"'{{prompt}}\\n\\nHint: {{hint}}'",
         )
 
     @property
@@ -147,8 +150,8 @@ class DistillationConfig:
         )
         require(
             len(names) < 2 or self.teacher_column is not None,
-            f"teachers=[{', '.join(names)}] without teacher_column: the data does not say which teacher teaches on "
-            "which row; name a column of the data that holds the teacher's name",
+            f"teachers=[{', '.join(names)}] without teacher_column: the data does not say which teacher each row "
+            "has; name the column of the data that holds the name of each row's teacher",
         )
         require(
             self.mode != "reward" or self.kl == "sampled",
@@ -156,7 +159,10 @@ class DistillationConfig:
             "as an advantage it would only add noise; use kl=sampled, or mode=loss",
         )
         for teacher in self.teachers:
-            require(names.count(teacher.name) == 1, f"teachers: two are named '{teacher.name}'; give each its own name")
+            require(
+                names.count(teacher.name) == 1,
+                f"teachers: two teachers are named '{teacher.name}'; give each teacher its own name",
+            )
             require(
                 bool(re.fullmatch(r"[^\s/]+", teacher.name)),
                 f"teachers: name {teacher.name!r}: the name is part of metric names, so it must not be empty or "

@@ -16,7 +16,7 @@ class Name:
         key: rltrain's config key for the setting.
         trl: name of the setting in TRL's GRPOConfig; "" if TRL has no such setting.
         verl: name of the setting in verl; "" if verl has no such setting.
-        openrlhf: name of OpenRLHF's flag without the leading dashes; "" if OpenRLHF has no such flag.
+        openrlhf: name of the setting's flag in OpenRLHF, without the leading dashes; "" if OpenRLHF has no such flag.
         hint: how rltrain's key differs in meaning or unit from the options of TRL, verl and OpenRLHF; "" if there is no
             difference.
     """

@@ -61,8 +61,8 @@ class Setting:
 
     Attributes:
         key: dotted name of the config key.
-        value: the value, which consists of plain Python types. A text value may contain references such as
-            `${data.train}`.
+        value: the new value of the config key, which consists of plain Python types. A text value may contain
+            references such as `${data.train}`.
     """
 
     key: str
@@ -102,7 +102,9 @@ def from_command_line(text: str) -> Item:
     override = _parse_override(text)
     key = override.key_or_group
     if key.split(".")[0].split("/")[0] == "hydra":
-        raise ConfigError(f"'{text}': Hydra's settings apply only to a sweep; leave this out, or add --multirun")
+        raise ConfigError(
+            f"'{text}': Hydra's settings apply only to a sweep; leave the argument out, or add --multirun"
+        )
     if override.is_sweep_override():
         raise ConfigError(
             f"'{text}': several values, but a run takes one; add --multirun to start one run for each value, or write "
@@ -271,7 +273,7 @@ def apply(items: list[Item], composed: Any) -> None:
         elif isinstance(item, Removal):
             section, _, name = item.key.rpartition(".")
             knobs = OmegaConf.select(composed, section)
-            require(name in knobs, f"'{item.key}' does not exist; see --help")
+            require(name in knobs, f"the key '{item.key}' does not exist; see --help")
             del knobs[name]
 
 

@@ -38,7 +38,8 @@ class RewardFunctionConfig:
     )
     success: float | None = key(
         "This function judges an answer as correct if its score of the answer is at least this value. null: the "
-        "function's score does not decide whether an answer is correct; RewardResult.success can decide.",
+        "function's score does not decide whether an answer is correct, but a RewardResult that the function returns "
+        "can decide with its field success.",
         if_left_out="`null`; for rltrain's functions that compare an answer with the right answer, `success` is `1.0`",
     )
     kwargs: dict[str, Any] = key(
@@ -50,8 +51,8 @@ class RewardFunctionConfig:
         for option in self.kwargs:
             require(
                 isinstance(option, str) and option not in _OF_THE_SAMPLE,
-                f"kwargs.{option}: must be the name of an option, and not one of {', '.join(_OF_THE_SAMPLE)}, which "
-                "come from the sample; remove it",
+                f"kwargs.{option}: must be the name of an option of the function, and not one of the names "
+                f"{', '.join(_OF_THE_SAMPLE)}, whose values come from the sample; remove {option}",
             )
 
 
@@ -96,7 +97,8 @@ class RewardModelConfig:
         template = self.prompt_template
         require(
             template is None or "{response}" in template,
-            f"prompt_template={template!r}: has no {{response}}; write one, as in '{{prompt}}{{response}}'",
+            f"prompt_template={template!r}: the template has no {{response}}; add {{response}}, as in "
+            "'{prompt}{response}'",
         )
 
     @property
@@ -163,7 +165,10 @@ class RewardConfig:
         )
         for component in self.components:
             name, weight = component.name, component.weight
-            require(names.count(name) == 1, f"functions, models: two are named '{name}'; give each its own name")
+            require(
+                names.count(name) == 1,
+                f"functions, models: the name '{name}' is used more than once; give each entry its own name",
+            )
             require(
                 bool(re.fullmatch(r"[^\s/]+", name)),
                 f"functions, models: name {name!r}: the name is part of metric names, so it must not contain spaces "
@@ -176,7 +181,8 @@ class RewardConfig:
             )
             require(
                 abs(weight) <= _LARGEST_WEIGHT,
-                f"functions, models: weight of '{name}' is {weight:g}: outside float32's range (3.4e38); lower it",
+                f"functions, models: weight of '{name}' is {weight:g}, which is outside float32's range "
+                "(3.4e38); use a weight closer to 0",
             )
 
     @property

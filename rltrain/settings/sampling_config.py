@@ -71,7 +71,8 @@ class DifficultyConfig:
         require(
             self.normal_fraction > 0,
             f"easy_fraction={self.easy_fraction:g}, hard_fraction={self.hard_fraction:g}, unseen_fraction="
-            f"{self.unseen_fraction:g}: they leave nothing for the normal prompts; use fractions whose sum is below 1",
+            f"{self.unseen_fraction:g}: these fractions leave nothing for the normal prompts; use fractions whose "
+            "sum is below 1",
         )
 
     @property
@@ -96,7 +97,7 @@ class ReuseConfig:
         at_least=1,
     )
     steps: int = key(
-        "Number of training steps, after the first one that trains on a group, in which the group may be reused. The "
+        "Number of training steps, after the first use of a prompt group, in which the group may be used again. The "
         "engines run at most trainer.max_staleness - trainer.reuse.steps training steps ahead of training.",
         if_left_out="trainer.max_staleness",
         at_least=1,

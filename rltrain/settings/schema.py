@@ -175,13 +175,13 @@ class TrainerConfig:
         )
         require(
             steps <= self.max_staleness,
-            f"reuse.steps={steps} with max_staleness={self.max_staleness}: a group would be older than the "
-            f"staleness bound allows in the last step that trains on the group; use at most {self.max_staleness}",
+            f"reuse.steps={steps} with max_staleness={self.max_staleness}: the answers of a reused group could be "
+            f"staler than max_staleness allows; use at most trainer.reuse.steps={self.max_staleness}",
         )
         require(
             groups < self.prompts_per_step,
-            f"reuse.groups={groups} with prompts_per_step={self.prompts_per_step}: a step needs new groups too; use "
-            f"at most {self.prompts_per_step - 1}",
+            f"reuse.groups={groups} with prompts_per_step={self.prompts_per_step}: a training step also needs new "
+            f"prompt groups; use at most trainer.reuse.groups={self.prompts_per_step - 1}",
         )
 
     @property
@@ -231,8 +231,8 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         targets, hint = self.targets, f"name layers, as in [q_proj,v_proj], or {ALL_LINEAR}"
-        require(bool(targets) and all(targets), f"targets={targets}: names no layer; {hint}")
-        require(len(set(targets)) == len(targets), f"targets={targets}: names a layer twice; {hint}")
+        require(bool(targets) and all(targets), f"targets={targets}: the list names no layer; {hint}")
+        require(len(set(targets)) == len(targets), f"targets={targets}: the list names a layer twice; {hint}")
         require(
             ALL_LINEAR not in targets or len(targets) == 1,
             f"targets={targets}: {ALL_LINEAR} already includes every other layer, so it must be the only entry; {hint}",
@@ -408,7 +408,10 @@ class DataConfig:
                 f"val_sets: name {name!r}: the name is part of metric names, so use letters, digits, and the "
                 "characters . _ -, and do not begin with sampled_ or greedy_",
             )
-            require(isinstance(source, str) and bool(source), f"val_sets.{name}={source}: must be text; name a source")
+            require(
+                isinstance(source, str) and bool(source),
+                f"val_sets.{name}={source}: a source must be text that is not empty; name a source of prompts",
+            )
         for name in ("prompt", "system_prompt", "sft_response"):
             text = getattr(self, name)
             require(text != "", f"{name} is empty; write some text, or null")
@@ -634,8 +637,8 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         require(
             self.run is None or self.engine == "stored",
-            f"run={self.run} with rollout.engine={self.engine}: only the engine `stored` reads the answers of a run; "
-            "use rollout=stored, or leave rollout.run out",
+            f"run={self.run} with rollout.engine={self.engine}: only the engine `stored` reads the answers of an "
+            "earlier run; use rollout=stored, or leave rollout.run out",
         )
         for text in self.stop:
             require(
@@ -806,7 +809,7 @@ class PlacementConfig:
             )
             require(
                 isinstance(value, str) and "\0" not in value,
-                f"env_vars.{name}={value!r}: must be text; write {name}: '{value}'",
+                f"env_vars.{name}={value!r}: the value must be text; write {name}: '{value}'",
             )
         for name in ("actor_ranks", "rollout_replicas", "reward_workers"):
             require(
@@ -895,7 +898,8 @@ class Config:
         require(
             buffer <= limit,
             f"algorithm.reward_shaping.overlong_buffer={buffer} is above rollout.max_response_length={limit}: the "
-            f"penalty grows over the last tokens before that limit; use at most {limit} (DAPO uses a fifth), or 0",
+            f"length penalty grows over the last overlong_buffer tokens before that limit; use at most {limit} (DAPO "
+            "uses a fifth of the limit), or 0",
         )
         if self.trainer.total_epochs is None:  # With `total_epochs`, `total_steps` is set after the data is loaded.
             self.require_actor_steps()
@@ -955,8 +959,8 @@ class Config:
         warmup, total = self.critic.warmup_steps, self.trainer.total_steps
         require(
             warmup < total,
-            f"critic.warmup_steps={warmup} with trainer.total_steps={total}: the critic's warm-up is part of the run, "
-            f"so the actor would not be trained; use at most {total - 1}, or a longer run",
+            f"critic.warmup_steps={warmup} with trainer.total_steps={total}: the critic's warm-up would fill the whole "
+            f"run, so the actor would not be trained; use at most {total - 1} warm-up steps, or a longer run",
         )
 
     def require_budget(self, role: str) -> None:
@@ -967,7 +971,7 @@ class Config:
         """
         longest = self.rollout.max_prompt_length + self.rollout.max_response_length
         ranks, budget = self.placement.sequence_ranks, getattr(self, role).max_tokens_per_microbatch
-        shared, least = f", which {ranks} ranks share" if ranks > 1 else "", -(-longest // ranks)
+        shared, least = f"; {ranks} ranks share the tokens of each row" if ranks > 1 else "", -(-longest // ranks)
         require(
             budget * ranks >= longest,
             f"{role}.max_tokens_per_microbatch={budget} is below the longest possible row, "

@@ -30,8 +30,8 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Convert nested plain values into the dataclass `kind`.
 
     Args:
-        kind: the dataclass to create.
-        values: the plain values, by field name.
+        kind: the dataclass of which an object is created.
+        values: maps the names of the dataclass's fields to plain values.
         where: text, such as `trainer.`, that is put before the key names in error messages.
 
     Raises:

@@ -18,7 +18,7 @@ class Example:
     """A token sequence for the supervised training of a task's starting model.
 
     Attributes:
-        ids: token ids of the prompt and of the flawed answer or conversation after the prompt.
+        ids: token ids of the prompt, followed by the token ids of the flawed answer or of the flawed conversation.
         trained: for each token, whether the model learns to predict it.
     """
 
@@ -52,7 +52,7 @@ class Task:
     token, and the length of an answer includes the end token.
 
     Attributes:
-        name: key in `rltrain.tasks.TASKS`.
+        name: name of the task, which is the task's key in `rltrain.tasks.TASKS`.
         digits: number of digits in a prompt.
         mark: the character that ends a prompt.
         solve: function that takes the digits of a prompt and returns the correct answer, as text.
@@ -104,7 +104,7 @@ class Task:
         token.
 
         Returns:
-            The flawed answer, and whether the end token follows the answer. A finished answer is shorter than
+            A possibly wrong answer, and whether the end token follows the answer. A finished answer is shorter than
             `max_response_length`, so that the end token fits; an unfinished answer has exactly `max_response_length`
             tokens.
         """

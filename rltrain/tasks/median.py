@@ -25,7 +25,7 @@ def solve(digits: str) -> str:
 def mess(digits: str, rng: Random) -> tuple[str, bool]:
     """Return a flawed answer, and whether the end token follows the answer.
 
-    The flawed answer is an endless series of guesses, the correct median after the sorted digits, or a single guess.
+    The flawed answer is a series of guesses without an end, the sorted digits followed by their median, or one guess.
     """
     draw = rng.random()
     if draw < ENDLESS_SHARE:

@@ -75,7 +75,7 @@ def make_start(
     process creates `path` during the training, the directory of the other process is kept.
 
     Args:
-        task: task to learn.
+        task: the task on whose flawed answers the model is trained.
         path: directory to create.
         seed: seed of the weights and the data.
         steps: number of supervised optimizer steps.

@@ -69,7 +69,7 @@ def _turn_columns(trajectories: Sequence[Trajectory], offsets: torch.Tensor) -> 
     """Return the per-token columns (N,) of environment trajectories, for the N response tokens of all rows.
 
     Args:
-        trajectories: the trajectories of all rows.
+        trajectories: the trajectories of all rows of the batch, one per row.
         offsets: tensor (B + 1,): the index at which each row's response begins among the N response tokens, followed by
             N.
     """

@@ -63,12 +63,13 @@ class _Step:
     Attributes:
         places: number of new prompt groups that the training step will train on.
         refills: number of dropped prompt groups that may still be replaced by new groups.
-        open: True from the time when `answers` begins the step until `take` ends the step.
+        open: True while the training step is unfinished. The method `answers` begins the step, and `take` ends the
+            step.
         seen: finished prompt groups whose answers have already been checked for equal outcomes, as a dict indexed by
             uid.
         dropped: uids of the prompt groups that the training step has dropped.
         reused: groups of earlier training steps on which the step trains again, in addition to `places` new groups.
-        version: weight version before the step.
+        version: version of the policy weights before the training step.
         outcomes: with `data.difficulty`, a dict that maps the uid of each group that the step has generated to (number
             of correct answers, number of judged answers).
         useful: with `trainer.reuse`, the uids of the step's groups whose answers have different outcomes.
@@ -92,8 +93,8 @@ class Finished:
     """The groups that a training step has dropped, and the groups of earlier steps on which the step trained again.
 
     Attributes:
-        dropped: uids of the groups that the step has dropped.
-        reused: uids of the groups of earlier steps on which the step has trained again.
+        dropped: uids of the prompt groups that the training step has dropped.
+        reused: uids of the prompt groups of earlier training steps on which the training step has trained again.
     """
 
     dropped: list[int]
@@ -198,7 +199,9 @@ class Collector:
     @staticmethod
     def _require_fresh(version: int, groups: Sequence[Group], limit: int) -> None:
         oldest = min((group.shipped for group in groups), default=version)
-        assert version - oldest <= limit, f"a group of weight version {oldest} is too old for weight version {version}"
+        assert version - oldest <= limit, (
+            f"answers requested at weight version {oldest} are too old for training at weight version {version}"
+        )
 
     async def scored(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Wait for all scores of a batch that `answers` returned, and add the scores to the batch.
@@ -239,8 +242,8 @@ class Collector:
 
         Args:
             step: the current training step.
-            generated: all groups that the step has generated, including dropped groups.
-            batch: the scored batch of the step.
+            generated: all prompt groups that the training step has generated, including dropped groups.
+            batch: the training step's batch of scored answers.
         """
         metrics: dict[str, float] = {}
         if self.pools is not None:
@@ -272,7 +275,8 @@ class Collector:
         was saved.
 
         Returns:
-            The uids of the groups that the step has dropped, and of the groups on which the step has trained again.
+            The uids of the prompt groups that the training step has dropped, and the uids of the prompt groups of
+            earlier training steps on which the step has trained again.
         """
         step = self.step
         new = self.groups.take(step.places)
@@ -478,7 +482,7 @@ class Collector:
     async def _news(self) -> None:
         """Wait until the next answer or score arrives at the collector."""
         assert self.rollout.pending or self.rewards.pending, (
-            "groups are unfinished, but no engine or reward worker has work"
+            "prompt groups are unfinished, but no engine or reward worker has work"
         )
         arrived = self._arrived
         with trace.span("wait: answers or scores", merged=True, waits=1):
@@ -556,7 +560,7 @@ class Collector:
         conversations = sum(result.key in broken for result in failures)
         what, note = "rewards", ""
         if conversations == len(failures):
-            what, note = "conversations", " (the limit applies to failed conversations too)"
+            what, note = "conversations", " (the limit for failed rewards applies to failed conversations too)"
         elif conversations:
             note = f" ({conversations} of the rewards failed because their conversations failed)"
         return RewardError(

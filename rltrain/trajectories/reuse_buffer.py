@@ -24,9 +24,9 @@ class _Kept:
     """A group in the buffer.
 
     Attributes:
-        group: the group, with its answers and scores.
-        first: weight version before the first step that trained on the group.
-        times: number of training steps that have trained on the group.
+        group: the prompt group, with its answers and scores.
+        first: weight version before the first training step that trained on the prompt group.
+        times: number of training steps that have trained on the prompt group.
     """
 
     group: Group
@@ -38,9 +38,9 @@ class ReuseBuffer:
     """The groups that later training steps may train on again.
 
     Args:
-        groups: maximum number of groups that a step takes from the buffer.
-        steps: number of training steps in which a group may be taken from the buffer, counted from the step after the
-            first step that trained on the group.
+        groups: maximum number of prompt groups that a training step takes from the buffer.
+        steps: number of training steps in which a prompt group may be taken from the buffer, counted from the step
+            after the first step that trained on the prompt group.
     """
 
     def __init__(self, groups: int, steps: int) -> None:
@@ -56,9 +56,9 @@ class ReuseBuffer:
         """Record the groups on which a step has trained, and remove the groups that the next step may no longer take.
 
         Args:
-            version: weight version before the step.
-            trained: all groups of the step, both new groups and groups from the buffer.
-            useful: uids of the groups whose answers have different outcomes.
+            version: weight version before the training step.
+            trained: all prompt groups on which the step has trained, including those that were taken from the buffer.
+            useful: uids of the prompt groups whose answers have different outcomes.
         """
         for group in trained:
             if group.uid in self._kept:
@@ -82,11 +82,11 @@ class ReuseBuffer:
         """Restore the buffer from a state that `state_dict` returned.
 
         Args:
-            state: a state that `state_dict` returned.
-            group: function that creates the group with a given uid and prompt index.
+            state: a state of the buffer that `state_dict` returned.
+            group: function that takes a uid and a prompt index, and creates the prompt group.
 
         Raises:
-            ValueError: a group of the state lacks answers or scores.
+            ValueError: a prompt group in `state` lacks answers or scores.
         """
         self._kept = {}
         for one in state:

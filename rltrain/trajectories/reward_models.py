@@ -103,7 +103,8 @@ class RewardModel:
             row = row[:-1]
         if self.longest is not None and len(row) > self.longest:
             return (
-                f"cannot read {len(row)} tokens, because its limit is {self.longest}; lower rollout.max_response_length"
+                f"cannot read {len(row)} tokens, because the model's limit is {self.longest}; lower "
+                "rollout.max_response_length"
             )
         return row or "cannot score a text without tokens"
 

@@ -37,7 +37,7 @@ def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | Rew
     reward component applies to a row, the row's score is NaN.
 
     Raises:
-        RewardError: the weighted sum of a row is outside float32's range.
+        RewardError: the weighted sum of a row's component scores is outside float32's range.
     """
     weights, gates = [c.weight for c in components], [c.gate for c in components]
     return _finite(combine_rewards(matrix, weights=weights, gates=gates), matrix)
@@ -72,7 +72,7 @@ def successes(
     correct only if no component and no reward function considers the answer wrong.
 
     Args:
-        matrix: scores of the reward functions and models, (B, K); NaN where a component does not apply.
+        matrix: scores of the reward functions and models, (B, K); NaN where a function or model does not apply.
         declared: for each row, the value of `RewardResult.success` that the reward functions returned.
         components: the reward functions and models, in the order of the columns of `matrix`.
     """
@@ -109,7 +109,7 @@ def combined_scores(components: Tensor, uid: Tensor, counted: Tensor, reward: Re
     Args:
         components: scores of the reward functions and models, (B, K).
         uid: number of each row's prompt group, (B,).
-        counted: bool mask (B,) of the rows that count in the statistics of an aggregation.
+        counted: bool mask (B,) of the rows from which an aggregation computes statistics, such as a group's mean score.
         reward: section `reward` of the config.
 
     Raises:
@@ -197,10 +197,10 @@ class ShapedScores(NamedTuple):
     """Shaped scores, from which advantages are computed, and row masks, as tensors of the shape (B,).
 
     Attributes:
-        scores: shaped scores; 0 for a row without a score.
+        scores: scores after reward shaping; 0 for a row without a score.
         scored: True for each row of the batch that has a score.
-        counted: True for each row that counts in the statistics: the row has a score, and its answer is not excluded as
-            truncated.
+        counted: True for each row that counts in the score statistics: the row has a score, and its answer is not
+            excluded as truncated.
     """
 
     scores: Tensor
@@ -281,8 +281,8 @@ def correct_rows(batch: DataProto, rows: Tensor, algorithm: AlgorithmConfig, *, 
     right: Tensor = batch.batch["successes"]
     if bool(rows.any()) and bool(right[rows].isnan().all()):
         raise RewardError(
-            f"{setting}: no reward function decides whether an answer is correct, which {user} depends on; set "
-            "`success` for a reward function, or return RewardResult.success"
+            f"{setting}: {user} depends on which answers are correct, but no reward function decides whether an answer "
+            "is correct; set `success` for a reward function, or return RewardResult.success"
         )
     return (right > 0) & ~truncated_rows(batch) if algorithm.suppress_truncated else right > 0
 

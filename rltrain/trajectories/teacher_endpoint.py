@@ -73,7 +73,7 @@ class TeacherEndpoint:
 
         Args:
             tokenizer: the policy's tokenizer.
-            prompt: token ids of a training prompt.
+            prompt: token ids of a training prompt, which the check sends to the endpoint.
             longest: maximum number of tokens in a row (prompt and response) that the endpoint must accept.
 
         Raises:

@@ -49,13 +49,14 @@ class TeacherPrompts:
         """Return the teacher's prompt: text, or chat messages whose last user message is the filled-in template.
 
         Raises:
-            RowError: a column of the template has no value, or the chat messages have no user message.
+            RowError: a column that the teacher's template names has no value, or the chat messages have no user
+                message.
         """
         if prompt.messages is None:
             return self._write(prompt.columns | {"prompt": prompt.text})
         last = max((n for n, one in enumerate(prompt.messages) if one["role"] == "user"), default=None)
         if last is None:
-            raise RowError("the chat messages have no user message, into which the teacher's template could be written")
+            raise RowError("the chat messages have no user message, but the teacher's template must replace one")
         said = self._write(prompt.columns | {"prompt": prompt.messages[last]["content"]})
         messages = [*prompt.messages]
         messages[last] = {**prompt.messages[last], "content": said}
@@ -66,7 +67,7 @@ class TeacherPrompts:
 
         Args:
             prompt: the policy's prompt, with the columns of the prompt's data row.
-            limit: maximum number of tokens; None for no limit.
+            limit: maximum number of tokens in the teacher's prompt; None for no limit.
         """
         longest = limit if limit is not None else 1 << 62
         try:
@@ -101,7 +102,7 @@ class Teacher:
 
         Args:
             batch: the batch of the training step, including the rows that are assigned to other teachers.
-            rows: indices of this teacher's rows, in ascending order.
+            rows: indices in `batch` of the rows that the teacher scores, in ascending order.
             prompts: the policy's prompts of the rows in `rows`, in the same order.
 
         Returns:
@@ -143,7 +144,7 @@ class Teacher:
         return await group.rows(TeacherWorker.score_responses, batch, FORWARD, max_tokens=budget, only=only)
 
     async def _at_endpoint(self, batch: DataProto, why: list[str]) -> tuple[DataProto, list[str]]:
-        assert self.endpoint is not None, "a teacher must be either on the training ranks or an endpoint"
+        assert self.endpoint is not None, "a teacher must score either on the training ranks or through an endpoint"
         asked = [row for row, reason in enumerate(why) if not reason]
         sent = [(batch_ids(batch, row, "prompts"), batch_ids(batch, row, "responses")) for row in asked]
         answers = dict(zip(asked, await self.endpoint.log_probs(sent), strict=True))
@@ -190,7 +191,7 @@ class Teachers:
             prompts: the policy's prompt of each row.
 
         Returns:
-            The batch with the new columns, and the metric `actor/teacher_missing_fraction`.
+            The batch with the columns that hold the teachers' results, and the metric `actor/teacher_missing_fraction`.
         """
         numbers = [teacher_number(prompt, self.config) for prompt in prompts]
         found: list[tuple[list[int], DataProto]] = []
@@ -243,12 +244,12 @@ def number_of(named: Any, config: DistillationConfig, place: str) -> int:
     """Return the index of the teacher whose name is given in the teacher column of a data row.
 
     Args:
-        named: the row's value in the teacher column.
+        named: the value of the data row in the teacher column, which should be the name of a teacher.
         config: section of the config that names the teachers and the teacher column.
-        place: location of the row, for the error message.
+        place: location of the data row, for the error message.
 
     Raises:
-        ConfigError: the value is not the name of a teacher.
+        ConfigError: the value in the teacher column is not the name of a teacher in the config.
     """
     names = [teacher.name for teacher in config.teachers]
     if named in names:

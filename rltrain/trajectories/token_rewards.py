@@ -128,7 +128,7 @@ def assign_rewards(
     in the same way as the scores of all other rows.
 
     Returns:
-        The batch with the new columns, and metrics of the rewards.
+        The batch with the columns `token_level_rewards` and `valid`, and metrics of the rewards.
 
     Raises:
         NumericsError: a token reward is not finite.
@@ -150,7 +150,8 @@ def assign_rewards(
     if not bool(rewards.isfinite().all()):
         raise NumericsError(
             f"{int((~rewards.isfinite()).sum())} of {len(rewards)} token rewards are not finite: scores or KL "
-            "penalties too large, or broken log-probs; look at algorithm.reward_shaping and kl_in_reward.kl_coef"
+            "penalties are too large, or log-probs are not finite; look at algorithm.reward_shaping and "
+            "algorithm.kl_in_reward.kl_coef"
         )
     return batch, metrics | kl_metrics
 
@@ -249,10 +250,10 @@ def estimate_advantages(
     is unchanged.
 
     Returns:
-        The batch with the new columns, and metrics of the advantages.
+        The batch with the columns `advantages` and `returns`, and metrics of the advantages.
 
     Raises:
-        EstimatorError: the estimator raised an exception.
+        EstimatorError: the advantage estimator raised an exception.
     """
     estimator = ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)
     seen, gamma = batch, (knobs_of(estimator) | algorithm.advantage).get("gamma", 1.0)
@@ -295,11 +296,11 @@ def with_distillation(
     advantages are returned unchanged.
 
     Returns:
-        The new advantages, and metrics of the KL from the policy to the teachers, estimated from the sampled tokens. If
-        `algorithm.distillation.mode` is `reward`, the metrics contain `actor/teacher_kl`. With several teachers, the
-        metrics contain `actor/teacher_kl/NAME` for each teacher. If the batch has the actor's log-probs from before the
-        update, the KL metrics use these log-probs as the policy's log-probs. If the batch does not have the actor's
-        log-probs, the KL metrics use the engine's log-probs.
+        The resulting advantages, and metrics of the KL from the policy to the teachers, estimated from the sampled
+        tokens. If `algorithm.distillation.mode` is `reward`, the metrics contain `actor/teacher_kl`. With several
+        teachers, the metrics contain `actor/teacher_kl/NAME` for each teacher. If the batch has the actor's log-probs
+        from before the update, the KL metrics use these log-probs as the policy's log-probs. If the batch does not have
+        the actor's log-probs, the KL metrics use the engine's log-probs.
     """
     config = algorithm.distillation
     if config.mode is None:

@@ -35,7 +35,7 @@ CASES = {
     "syntax": (["trainer.seed=["], ["'trainer.seed=['", "cannot read the value", "quote"]),
     "changing the folder": (
         ["hydra.job.chdir=true"],
-        ["'hydra.job.chdir=true'", "apply only to a sweep", "leave this out"],
+        ["'hydra.job.chdir=true'", "apply only to a sweep", "leave the argument out"],
     ),
     "wrong type": (["trainer.total_steps=many"], ["trainer.total_steps='many'", "must be a whole number"]),
     "batch sizes": (

@@ -107,7 +107,7 @@ def test_ray_ranks_go_on_from_a_checkpoint_also_as_another_number_of_them(tmp_pa
     assert {f"state/{role}/__{rank}_0.distcp" for role in ("actor", "critic") for rank in (0, 1)} <= manifest.keys()
     second = train(output, *common, "trainer.total_steps=3", "trainer.resume=auto")
     assert second.status == 0, second.stderr
-    assert "going on after step 2" in second.stdout
+    assert "the run continues after step 2" in second.stdout
     rows = second.metrics()
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[2]["actor/engine_gap"] < 1e-5

@@ -259,4 +259,4 @@ def test_the_run_that_the_others_are_spoiled_copies_of_goes_on(run, here_once):
     with nothing_written_over(here_once) as outcomes:
         outcomes.append(command([*QUICK, "trainer.resume=auto", f"trainer.output_dir={RUN}"]))
     assert (outcomes[0].status, outcomes[0].err) == (None, "")
-    assert f"going on after step {STEPS[-1]}" in outcomes[0].out
+    assert f"the run continues after step {STEPS[-1]}" in outcomes[0].out

@@ -67,7 +67,7 @@ def test_text_of_a_file_is_shown_as_it_is_without_control_characters(tmp_path, c
         ([""], "usage: "),
         (["--json", "run"], "unknown flag '--json': the only flag is --help"),
         (["nowhere"], "nowhere: no such folder; give the output folder of a run"),
-        (["."], ".: holds neither metrics.jsonl nor config.yaml, so no run wrote it"),
+        (["."], ".: holds neither metrics.jsonl nor config.yaml, so it is not the output folder of a run"),
     ],
 )
 def test_bad_input_is_one_line_with_the_way_out_and_status_2(tmp_path, monkeypatch, capsys, words, said):

@@ -38,7 +38,7 @@ def test_a_damaged_file_is_a_note_on_stderr(tmp_path, capsys):
         (["run", "--output"], "usage: "),
         (["--outptu", "x"], "unknown flag '--outptu'"),
         (["nowhere"], "nowhere: no such folder; give the output folder of a run"),
-        (["."], ".: holds neither metrics.jsonl nor config.yaml, so no run wrote it"),
+        (["."], ".: holds neither metrics.jsonl nor config.yaml, so it is not the output folder of a run"),
     ],
 )
 def test_bad_input_is_one_line_with_the_way_out(tmp_path, monkeypatch, capsys, words, said):

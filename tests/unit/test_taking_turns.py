@@ -252,7 +252,7 @@ async def test_engines_that_sleep_are_asked_for_nothing_and_those_that_answer_do
     assert [answer.key for answer in await pool.poll()] == [REQUEST.key]
     await pool.sleep()
     await pool.sleep()
-    with pytest.raises(AssertionError, match="no weights to answer requests with"):
+    with pytest.raises(AssertionError, match="have no weights, so they cannot answer requests"):
         pool.submit([[REQUEST]])
     assert device.log == ["wake the weights", "wake the cache with 0", "answer", "sleep"]
 

@@ -370,7 +370,7 @@ class ProgressScope:
     """Context manager whose method `until` raises WorkerLost if a given process is lost or all given processes hang.
 
     Args:
-        processes: The processes on which the awaited results depend.
+        processes: The processes that are needed to produce the result for which the method `until` waits.
         limit_s: All processes in `processes` count as hanging if none of these processes makes progress for `limit_s`
             seconds. If `limit_s` is None, the setting `trainer.hang_timeout_s` applies.
     """

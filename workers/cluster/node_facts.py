@@ -108,7 +108,7 @@ def facts_here(questions: Questions, address: str, resources: Mapping[str, float
     """Return the facts about the machine of this process.
 
     Args:
-        questions: Additional facts that the driver requests.
+        questions: Files and folders about which each node reports facts, such as checksums and free disk space.
         address: IP address of the node.
         resources: Maps resources of Ray, such as "CPU", to the amounts that the node offers.
     """
@@ -220,7 +220,7 @@ def facts_of_nodes(questions: Questions, timeout_s: float) -> tuple[list[NodeFac
     """Collect the facts about all nodes of the Ray cluster to which this process is connected.
 
     Args:
-        questions: Additional facts that the driver requests.
+        questions: Files and folders about which each node reports facts, such as checksums and free disk space.
         timeout_s: Seconds within which a node must send its facts.
 
     Returns:

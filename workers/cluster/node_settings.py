@@ -19,7 +19,7 @@ class Sharing:
 
     Attributes:
         resource: Resource of Ray that limits the number of processes on a node.
-        amount: Amount of `resource` that one process requests.
+        amount: Amount of Ray's resource (GPUs or CPUs) that one process requests.
         active: Number of processes in the whole cluster that compute at the same time.
         threads: Number of threads per process, if the user has set it; None to divide the node's cores among its
             processes.
@@ -34,7 +34,7 @@ class Sharing:
         """Return the number of CPU threads that each worker process on this node may use.
 
         Args:
-            amount: Amount of `resource` that the node offers to Ray.
+            amount: Amount of Ray's resource (GPUs or CPUs) that the node offers to Ray.
         """
         processes = max(1, min(self.active, int(amount / self.amount)))
         return self.threads or max(1, cpu_cores() // processes)

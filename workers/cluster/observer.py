@@ -23,7 +23,8 @@ class Sight:
     Attributes:
         state: State of the process, as returned by `progress.state_of`.
         ticks: Number of `progress.tick` calls in the process so far.
-        calls: Number of calls that are running in the process.
+        calls: Number of running calls (blocks in `with progress.call()`) for which the process itself works. Calls that
+            wait for other processes are not counted.
     """
 
     state: str

@@ -32,7 +32,8 @@ class Join:
     """Rule for joining several arguments of a call, which are parts of a batch, into one argument.
 
     Attributes:
-        rows_of_parts: For each argument to join, the indices of the argument's rows in the whole batch.
+        rows_of_parts: For each part of the batch that arrives as a separate argument, the indices of the part's rows in
+            the whole batch.
         rows: Indices, in the whole batch, of the rows that the called method receives.
         columns: Names of the columns that the called method receives.
     """
@@ -131,8 +132,8 @@ class Host:
         """Call a method of a role, after joining the batches that arrive in several parts.
 
         Args:
-            role: Name of the role.
-            method: Name of the method.
+            role: Name of the role whose method is called.
+            method: Name of the method to call.
             joins: One entry for each argument of the called method, in order: a `Join` if the argument arrives in
                 several parts, None if the argument arrives whole.
             args: The arguments of the called method, in order. An argument that arrives in several parts takes up

@@ -42,7 +42,7 @@ class Task:
     """Input that an agent program gets for one conversation.
 
     Attributes:
-        base_url: URL of the OpenAI-compatible API.
+        base_url: URL of the OpenAI-compatible API from which the program requests the policy's answers.
         api_key: API key of the conversation.
         messages: Chat messages of the prompt.
         columns: Mapping from column name to value for the prompt's row of data.
@@ -63,7 +63,7 @@ class Program(Protocol):
         """Run the program until it ends, and return the reward of the conversation or None.
 
         Raises:
-            Exception: the program has failed.
+            Exception: the agent program has failed.
         """
 
 
@@ -134,7 +134,7 @@ def program_of(agent: str) -> Program:
     """Return the agent program that `rollout.agent` names.
 
     Raises:
-        ConfigError: the function cannot be imported.
+        ConfigError: the function that `agent` names cannot be imported.
     """
     if is_function(agent):
         return FunctionProgram(import_function(agent, f"rollout.agent={agent}"))
@@ -182,7 +182,7 @@ async def _ended(program: Program, task: Task, session: AgentSession) -> tuple[s
     If the program fails after the session has refused a request because of a limit, the program's failure is ignored.
 
     Raises:
-        EnvironmentFailure: the program has failed.
+        EnvironmentFailure: the agent program has failed.
         Exception: the engine can sample no further answer; the engine's exception is raised unchanged.
     """
     running = asyncio.ensure_future(program.run(task))

@@ -53,7 +53,7 @@ class Episode:
         request: The prompt, the data columns and the seed of the trajectory.
         engine: The object that samples the actions.
         environment: The environment of the trajectory, which has not been reset yet.
-        limits: Limits of the trajectory.
+        limits: Limits on the turns, the tokens and the duration of the trajectory.
     """
 
     def __init__(self, request: EpisodeRequest, engine: Samples, environment: UserEnvironment, limits: Limits) -> None:
@@ -84,7 +84,7 @@ class Episode:
         """Record a sampled action, and return the environment's messages in response to the action.
 
         Returns:
-            A pair: the new messages, and the reason why the trajectory ends ("" if the trajectory continues).
+            A pair: the messages in response to the action, and why the trajectory ends ("" if it continues).
         """
         assert result.action is not None, "a turn without an action must have failed or hit the token limit"
         new, reward, done = await self._answer_to(result.action)

@@ -12,7 +12,7 @@ class EpisodeRequest:
     """Request to run one trajectory in an environment.
 
     Attributes:
-        key: (prompt group uid, index of the sample in its prompt group).
+        key: The trajectory as a tuple (prompt group uid, index of the sample in its prompt group).
         messages: Chat messages of the prompt.
         columns: Mapping from column name to value for the prompt's row of data.
         temperature: Sampling temperature. At temperature 0, the engine decodes greedily.

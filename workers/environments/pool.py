@@ -142,7 +142,7 @@ class _Worker:
     """One environment worker, which continues in a new process if its process dies.
 
     Attributes:
-        running: Maps the key of each unfinished trajectory to the replica that will receive the trajectory.
+        running: Maps the key of each unfinished trajectory to the replica that will receive the finished trajectory.
     """
 
     def __init__(self, number: int, start: Callable[[int, int], tuple[Role[EnvironmentWorker], Pending[None]]]) -> None:

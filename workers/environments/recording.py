@@ -24,8 +24,8 @@ class _Context:
     Attributes:
         ids: Token ids of the context, followed by the turn's action. If a later turn continues this context, `ids` may
             also contain the token ids of the later turn, after the token ids of this turn.
-        begin: Number of tokens in `ids` before the turn's action.
-        end: Number of tokens in `ids` up to the end of the turn's action.
+        begin: Number of tokens in the context before the turn's action.
+        end: Number of tokens in the context up to the end of the turn's action.
     """
 
     ids: list[int]
@@ -107,7 +107,7 @@ class Recording:
         """Record a finished turn.
 
         Args:
-            result: The sampled action and the new messages before the action.
+            result: The sampled action, and the turn's messages before the action.
             action: The action as a chat message.
             reward: Reward of the turn.
             after: Index of the finished turn whose context the turn continues; None for a new context.

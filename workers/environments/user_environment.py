@@ -36,7 +36,7 @@ class UserEnvironment:
     Args:
         make: The user's environment class, or None if the run has only tools.
         tools: Mapping from the name of each tool to the function that implements the tool.
-        timeout_s: Maximum duration of one call, in seconds.
+        timeout_s: Maximum duration of one call of a tool or of a method of the user's environment class, in seconds.
     """
 
     def __init__(self, make: type | None, tools: Mapping[str, Callable[..., Any]], timeout_s: float) -> None:
@@ -166,7 +166,7 @@ async def without_exit(call: Awaitable[Any]) -> Any:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise RuntimeError("the code raised CancelledError, although the trajectory was not cancelled") from error
+        raise RuntimeError("the user's code raised CancelledError, but the trajectory was not cancelled") from error
     except Exception:
         raise
     except BaseException as error:

@@ -58,7 +58,7 @@ def token_log_probs(
         targets: (R,) int64 ids of the tokens whose log-probs are computed.
         bias: (V,) bias of the last layer, or None.
         temperature: sampling temperature, by which the logits are divided.
-        entropies: whether to compute entropies.
+        entropies: whether to compute the entropy of each token's distribution.
         chunk_size: maximum number of logits in a chunk; the default depends on the device.
 
     Returns:

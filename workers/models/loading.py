@@ -47,7 +47,7 @@ def load_model(
         first_value: function that returns the initial values of parameters that are not read from the weight files,
             such as adapters. All ranks call `first_value` for the same parameters in the same order. `first_value` is
             None if all parameters are read from the weight files.
-        device: device of the weights.
+        device: device on which the loaded weights are stored.
 
     Returns:
         The model in evaluation mode.
@@ -151,9 +151,9 @@ def _lend(model: nn.Module, source: nn.Module, body: str) -> dict[str, str]:
     """Register the parameters of `model` in `source`, under the parameter names that the weight files use.
 
     Args:
-        model: the model to load.
+        model: the model whose parameters will be loaded.
         source: a second instance of the model, without adapters, into which transformers loads the weights.
-        body: prefix of names; only parameters whose names start with `body` are read from the weight files.
+        body: prefix of parameter names; only parameters whose names start with `body` are read from the weight files.
 
     Returns:
         A dict that maps the name of each registered parameter in `model` to the parameter's name in `source`.

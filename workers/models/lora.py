@@ -43,7 +43,7 @@ class Adapter:
 
 
 def adapt(model: PreTrainedModel, config: LoRAConfig) -> None:
-    """Freeze a causal language model in place, and add an adapter without values to each target layer.
+    """Freeze a causal language model in place, and add an adapter to each target layer.
 
     The parameters of the adapters are on the meta device, so they have no values yet. `first_adapter_values` returns a
     function that computes initial values for the adapters' parameters.
@@ -67,7 +67,7 @@ def adapt(model: PreTrainedModel, config: LoRAConfig) -> None:
     )
     inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)  # peft changes `model` in place
     found = {name.removesuffix(".weight") for name in adapters_of(model)}
-    assert found == set(layers), f"peft and the check disagree about the adapted layers: {found ^ set(layers)}"
+    assert found == set(layers), f"peft must adapt exactly the target layers; differences: {found ^ set(layers)}"
 
 
 def first_adapter_values(seed: int) -> Callable[[str, torch.Size], Tensor]:
@@ -91,7 +91,8 @@ def adapted_layers(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     """Return the names of the layers that get an adapter.
 
     Raises:
-        ConfigError: a target is not a plain linear layer of this model, or is the model's last layer.
+        ConfigError: a target layer in the config is not a plain linear layer of the model, or is the model's last
+            layer.
     """
     head = model.get_output_embeddings()
     modules = {name: module for name, module in model.named_modules() if name}

@@ -326,9 +326,9 @@ def policy_output(
 
     Args:
         model: the language model, possibly sharded.
-        packed: the pack, with the tokens of all ranks of the sequence group.
+        packed: the pack (packed forward-pass input), with the tokens of all ranks of the sequence-parallel group.
         temperature: sampling temperature, by which the logits are divided.
-        entropies: whether to compute entropies.
+        entropies: whether to compute the entropy of the policy's distribution at each response token.
         hidden: whether to return the last hidden states.
         reference: last hidden states (R, H') and head (V, H') of the reference model for the exact KL, or None.
         teachers: outputs of the teachers for the exact KL(policy || teacher), or None.
@@ -437,11 +437,11 @@ def row_pass(
     """Run a function on each micro-batch without gradients, and collect the columns that the function returns.
 
     Args:
-        model: the model that the function runs.
+        model: the model that `function` uses.
         function: function that is called with the rows of a micro-batch and the pack (packed forward-pass input) of
             these rows. `function` must return columns (R, ...) with one value for each of the R response tokens in the
             pack.
-        batch: the batch that contains the rows.
+        batch: the batch whose rows are split into micro-batches.
         microbatches: row indices of each forward pass. If a list of row indices is empty, the shortest row of the batch
             is processed, and the results are dropped.
 

@@ -111,7 +111,7 @@ def export_model(
     """Write the policy, or one rank's share of the policy, in Hugging Face format.
 
     Args:
-        state: checkpoint files of the actor.
+        state: checkpoint files that hold the actor's weights.
         small: paths and contents of the exported files other than the weights, as `small_files` returns them.
         model: the policy, with or without adapters. Only the parameter names of the model are used, to undo the
             renaming and reshaping of weights that transformers does when it loads a model.

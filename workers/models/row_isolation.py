@@ -44,7 +44,7 @@ def load_policy(
             `arrange` can add adapters and shard the model.
         first_value: function that returns the initial values of parameters that the weight files lack, as in
             `load_model`.
-        device: device of the weights.
+        device: device onto which the weights are loaded.
 
     Raises:
         ConfigError: the model cannot be loaded, or the model lets packed rows influence each other.
@@ -80,12 +80,12 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
         head: the model's last layer, whose inputs (1, N, H) are compared. The forward pass may call the last layer only
             on the tokens that predict a response token. Every token of the test packs predicts a response token, so the
             inputs for all tokens are compared.
-        run: function that runs the calling worker's forward pass on a pack.
+        run: function that runs the forward pass on a pack, in the way in which the calling worker uses the model.
         where: start of the error message: the config key and the path.
 
     Raises:
-        ConfigError: rows influence each other, or a forward pass failed. The error message names the model's
-            architecture.
+        ConfigError: rows in the same pack influence each other, or a forward pass failed. The error message names the
+            model's architecture.
     """
     # In a mixture-of-experts model, rounding can change which of two experts with almost equal scores is chosen.
     # To tolerate rounding, the check fails only if rows influence each other with both random seeds.

@@ -28,9 +28,9 @@ class Sequence:
     """A group of ranks that split the tokens of a pack, and this rank's position in the group.
 
     Attributes:
-        group: the process group.
-        size: number of ranks in the group.
-        rank: rank of this process within the group.
+        group: the process group of the ranks that split the tokens of a pack.
+        size: number of ranks that split the tokens of a pack.
+        rank: index of this process among the ranks that split the tokens of a pack.
         tokens: number of tokens in the current pack, without padding, or 0 if there is no current pack.
     """
 
@@ -115,9 +115,9 @@ def gather(values: Tensor, whole: "Pack", sequence: Sequence) -> Tensor:
     """Gather the values of response tokens from the slices of all ranks.
 
     Args:
-        values: (r, ...) values of the r response tokens that are predicted in this rank's slice.
+        values: (r, ...) values of the r response tokens that are predicted in this rank's slice of the pack.
         whole: the pack before it was split over the ranks.
-        sequence: the sequence group, whose `tokens` is the number of tokens of the pack.
+        sequence: the group of ranks that split the pack. Its attribute `tokens` is the pack's number of tokens.
 
     Returns:
         (R, ...) values of all R response tokens of the whole pack, in order.

@@ -67,7 +67,7 @@ def of_torch(module: Any) -> Kernel:
     function = module.varlen_attn
     accepted = inspect.signature(function).parameters
     if not {"window_size", "scale"} <= accepted.keys():
-        raise NotImplementedError("this torch's varlen_attn has no arguments `window_size` and `scale`")
+        raise NotImplementedError("the installed torch's varlen_attn lacks the arguments `window_size` and `scale`")
     shares = "enable_gqa" in accepted
 
     def attend(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float | None) -> Tensor:

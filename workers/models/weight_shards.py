@@ -60,5 +60,7 @@ def move_weights(targets: Sequence[Tensor], sources: Sequence[Tensor], coef: flo
         if coef == 1:
             target.copy_(source)
         else:
-            assert target.dtype in (torch.float32, torch.float64), f"{target.dtype} is too coarse for a moving average"
+            assert target.dtype in (torch.float32, torch.float64), (
+                f"{target.dtype} would round the small updates of a moving average away; use float32 or float64"
+            )
             target.lerp_(source.to(target.device, target.dtype), coef)

@@ -42,10 +42,12 @@ class Ended:
 
     Attributes:
         timed_out: Whether the guard killed the child process because the scoring call exceeded its deadline.
-        reason: Text that completes an error message that begins with "reward function 'name'".
+        reason: Text that says how the child process failed. The text completes an error message that begins with
+            "reward function 'name'".
         outside: Whether the child process was ended by SIGKILL or stopped by SIGSTOP. If `outside` is True, the cause
             is probably outside the reward functions.
-        results: Results that the call produced before the child process ended, as in `workers.reward.transport.Lost`.
+        results: Results that the scoring call produced before the child process ended, as in
+            `workers.reward.transport.Lost`.
     """
 
     timed_out: bool
@@ -61,7 +63,7 @@ class Overdue:
     Call `GuardedWorker.rest` to continue to wait for the overdue call.
 
     Attributes:
-        results: Results that the call has produced so far, as in `workers.reward.transport.Held`.
+        results: Results that the scoring call has produced so far, as in `workers.reward.transport.Held`.
     """
 
     results: list[SampleScores] | None
@@ -139,7 +141,8 @@ class GuardedWorker:
         """Start the child process without waiting for the imports of the reward functions.
 
         Args:
-            functions: Reward functions, in the same order as the scores of a sample.
+            functions: Configs of the reward functions that the child process calls. The scores of each sample are in
+                the order of `functions`.
             memory_mb: Megabytes of memory that the child process may allocate in addition to the memory that it uses
                 after the imports.
             directory: Working directory of the child process. If `directory` is None, the child process uses the
@@ -189,7 +192,8 @@ class GuardedWorker:
         Args:
             requests: Samples to score.
             deadline_s: Seconds without a result after which the child process is killed.
-            hold_s: Seconds without a result after which this method returns Overdue.
+            hold_s: Seconds without a result after which `score` returns Overdue, while the child process continues to
+                score.
             stepwise: Whether the child process sends each result immediately, instead of all results at the end of the
                 call. Batched and async functions always report their results at the end of the call.
             function: Index of the only function to call, or None to call all functions.
@@ -290,8 +294,8 @@ class GuardedWorker:
         """Return the next message of the child process.
 
         Args:
-            deadline: Time by which the message must be complete, or None for no deadline.
-            until: Time by which the message must have begun to arrive.
+            deadline: Time by which the child process's message must be complete, or None for no deadline.
+            until: Time by which the child process's message must have begun to arrive.
 
         Returns:
             The message, or None if the child process has ended, if the message has not begun to arrive by `until`, or

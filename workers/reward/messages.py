@@ -41,8 +41,8 @@ class SampleScores:
             functions returned. `success` is False if any reward function returned False. If no reward function returned
             False, `success` is True if any reward function returned True, and None otherwise.
         printed: One pair (name of the reward function, first line that the function printed) for each reward function
-            that has printed something in the child process. The field `printed` is ignored when two `SampleScores` are
-            compared.
+            that has printed something in the reward process of the sample. The field `printed` is ignored when two
+            `SampleScores` are compared.
     """
 
     key: Key

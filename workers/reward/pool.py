@@ -64,7 +64,7 @@ class RewardPool:
         Other modules create pools with `in_process` or `on_ray`.
 
         Args:
-            transport: Interface to the workers' processes.
+            transport: Interface to the processes of the reward workers.
             reward: Reward functions and their limits. The scores of a result are in the order of these reward
                 functions.
         """
@@ -114,7 +114,7 @@ class RewardPool:
         Args:
             reward: Reward functions and their limits. File paths of reward functions may be relative to this process's
                 working directory.
-            workers: Number of actors.
+            workers: Number of Ray actors that score samples.
             spares: Number of spare processes per actor. A spare process scores other samples while another process runs
                 a slow call.
             start_timeout_s: Seconds within which an actor must start and import the reward functions.
@@ -233,7 +233,8 @@ class RewardPool:
         """Record the results that a running chunk has so far, and queue the samples whose scoring has not begun.
 
         Returns:
-            The part of the chunk that is still being scored, or `work` unchanged if `results` is None.
+            A tuple with the one sample of the chunk that is still being scored. If `results` is None, or if `work` is
+            not a chunk of samples, `work` is returned unchanged.
         """
         if results is None or not isinstance(work, tuple):
             return work
@@ -287,7 +288,9 @@ class RewardPool:
 
     def _answered(self, requests: tuple[RewardRequest, ...], answer: Answer, *, adapt: bool) -> None:
         done = len(answer.results)
-        assert [r.key for r in answer.results] == [r.key for r in requests[:done]], "results must be in request order"
+        assert [r.key for r in answer.results] == [r.key for r in requests[:done]], (
+            "a reward worker must return results in the order of the requests"
+        )
         for request, result in zip(requests, answer.results, strict=False):
             if len(result.scores) < len(self._names):  # Not all reward functions were called within the time budget.
                 self._alone.append(_Alone(request, result.scores, result.success))

@@ -86,8 +86,8 @@ class RayTransport:
 
         Args:
             reward: Reward functions and their limits.
-            size: Number of actors.
-            spares: Number of spare processes per actor.
+            size: Number of Ray actors. Each actor is one reward worker.
+            spares: Number of spare processes of each reward worker.
             start_timeout_s: Seconds within which an actor must start and import the reward functions.
             runtime_env: Ray runtime environment of the actors.
             liveness: Monitor that detects stopped and dead actors.

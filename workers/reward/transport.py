@@ -61,9 +61,9 @@ class Held:
     another call, each sample that a slow call with `stepwise=True` has not begun to score.
 
     Attributes:
-        slot: Index of the process among the reward processes, from 0.
+        slot: Index, from 0, of the reward process in which the call was started.
         results: Results that the slow call has reported so far, or None if `Call.stepwise` is False. The last element
-            of `results` can be incomplete, because some reward functions may not have scored that sample yet.
+            of `results` can be incomplete, because some reward functions may not have scored the last sample yet.
     """
 
     slot: int
@@ -75,7 +75,7 @@ class Lost:
     """Event that reports a call that has ended without returning all of its results.
 
     Attributes:
-        slot: Index of the process among the reward processes, from 0.
+        slot: Index, from 0, of the reward process in which the call was started.
         timed_out: Whether the call was ended because it exceeded its deadline.
         reason: Why the call ended, if the call did not time out.
         outside: Whether the call was probably ended by something other than a reward function. `outside` is True if the

@@ -78,8 +78,8 @@ class RoomyLayer(DynamicLayer):
 
     def _columns(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of this layer, without the spare columns."""
-        assert self.keys is not None, "the cache must contain rows"
-        assert self.values is not None, "the cache must contain rows"
+        assert self.keys is not None, "the KV cache has no rows whose keys and values can be read"
+        assert self.values is not None, "the KV cache has no rows whose keys and values can be read"
         return self.keys, self.values
 
     def join(self, other: "RoomyLayer") -> None:
@@ -106,7 +106,7 @@ class Batch:
     row from the batch, the model still processes the row, but the row's outputs are ignored.
 
     Attributes:
-        requests: For each row, the request of the row's answer.
+        requests: For each row, the generation request whose answer is decoded in the row.
         ids: (B, W) token ids of prompts and answers.
         log_probs: (B, W) float32 log-probabilities of sampled tokens, and 0 for all other tokens and padding.
         versions: For each column, the version of the weights that sampled the column's tokens. All tokens of one column

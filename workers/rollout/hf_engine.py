@@ -140,7 +140,7 @@ class HFEngine:
         """Run the model once on each distinct prompt of new requests.
 
         Returns:
-            The batch of the new requests, and the logits (B, V) of the first tokens of the answers.
+            A batch that contains the given requests, and the logits (B, V) of the first token of each request's answer.
         """
         prompts, which = different_prompts(requests)
         computed, batch, index = new_batch(prompts, self.device), new_batch(requests, self.device), torch.tensor(which)

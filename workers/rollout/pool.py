@@ -88,7 +88,9 @@ class RolloutPool:
         All requests of a prompt group go to one replica, which is the replica with the fewest unfinished answers. If no
         replica can generate answers yet, the prompt groups are queued until a replica can generate answers.
         """
-        assert not self.asleep, "sleeping engines have no weights to answer requests with: call `load` first"
+        assert not self.asleep, (
+            "sleeping engines have no weights, so they cannot answer requests: call `load` before `submit`"
+        )
         serving = [one for one in self.replicas if one.state is ReplicaState.SERVING and one.ready]
         if not serving:
             self._queue += groups
@@ -235,8 +237,8 @@ class RolloutPool:
         limit = REPLACEMENTS * len(self._needed)
         if not self.replaces or self._deaths > limit:
             raise WorkerError(
-                f"rollout replica {replica.number} {how}; {self._deaths} replicas died without an answer in between, "
-                f"and the limit is {limit}: look at the replica's memory and the cluster's free resources "
+                f"rollout replica {replica.number} {how}; {self._deaths} replicas have died since the last "
+                f"answer, and the limit is {limit}: look at the replica's memory and the cluster's free resources "
                 "(verbose=true shows more), and continue with trainer.resume=auto"
             )
         self.make_room(f"rollout replica {replica.number}")

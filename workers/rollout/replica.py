@@ -39,10 +39,10 @@ class Building:
     """A new process of a replica, in which the engine is being built.
 
     Attributes:
-        role: Handle of the rollout worker that runs in the new process.
+        role: Handle of the rollout worker that runs in the replica's new process.
         built: Pending calls that must end before the engine is ready.
-        fetched: Running calls that copy the model's files to the machine on which the new process runs. Copying the
-            files may take any length of time, as long as it makes progress.
+        fetched: Running calls that copy the model's files to the machine on which the replica's new process runs.
+            Copying the files may take any length of time, as long as it makes progress.
     """
 
     role: Role[RolloutWorker]
@@ -92,7 +92,7 @@ class Replica:
             replica until CPUs and GPUs are free again.
 
     Attributes:
-        running: Keys of the requests that have no answer yet.
+        running: Keys of the requests to the replica that have no answer yet.
         asleep: Whether the engine has released its device memory.
     """
 

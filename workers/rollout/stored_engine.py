@@ -31,7 +31,7 @@ class StoredEngine:
     An answer is found by the uid of its prompt group and by the index of the answer in the group.
 
     Args:
-        folder: Output folder of the earlier run.
+        folder: Output folder of the earlier run whose stored answers the engine returns.
 
     Raises:
         ConfigError: A table of samples cannot be read.

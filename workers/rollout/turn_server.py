@@ -117,7 +117,7 @@ class TurnServer:
         A message of the assistant is returned unchanged.
         """
         text = message["content"]
-        if message["role"] == "assistant" or len(text) <= limit:  # A text has at most as many tokens as characters.
+        if message["role"] == "assistant":
             return message
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if len(ids) <= limit:

@@ -35,7 +35,7 @@ class TurnRequest:
         action_ids: Token ids of the context's last action; empty in a turn with a new context.
         messages: Chat messages that are added to the context. In a turn with a new context, `messages` is the whole
             conversation. In a turn that continues a context, `messages` contains, for instance, the results of tools.
-        room: Maximum number of tokens in the new messages and the action together. In the first turn, `room` limits
+        room: Maximum number of tokens in the turn's messages and the action together. In the first turn, `room` limits
             only the number of tokens in the action.
         max_prompt_tokens: Maximum number of tokens in the prompt of the first turn.
         max_tokens: Maximum number of tokens in the action.
@@ -70,7 +70,7 @@ class TurnResult:
 
     Attributes:
         key: Key of the `TurnRequest` that this result answers.
-        observation_ids: Token ids of the new messages, as they were put into the context.
+        observation_ids: Token ids that were put into the context for the turn's messages before the action.
         token_ids: Token ids of the action, including the final end token.
         log_probs: Log-probability of each sampled token in nats, under the distribution from which the token was
             sampled.
@@ -78,8 +78,8 @@ class TurnResult:
         finish_reason: The engine's reason for ending the action: "stop", "length" or "abort".
         text: Text of the action, without special tokens.
         action: The action's text and tool calls.
-        messages: The new messages as the model has seen them; long texts are cut off.
-        full: Whether the new messages left no tokens for an action, so that no action was sampled.
+        messages: The turn's messages before the action, as the model has seen them; long texts are cut off.
+        full: Whether the turn's messages left no tokens for an action, so that no action was sampled.
         error: One line that says why the messages cannot be put into the context; "" if no error occurred.
         serial: The field `serial` of the `TurnRequest` that this result answers.
         written: Text of the action with the markup of tool calls, as the model wrote it; "" if no tool call of the

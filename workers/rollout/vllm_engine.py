@@ -166,7 +166,7 @@ class Growing:
         """Add the new tokens of vLLM's output `answer`, which were sampled with weights of the given version.
 
         Returns:
-            Whether the new tokens complete a stop string.
+            Whether the text of the answer, including the added tokens, contains a stop string.
         """
         if self.ended:
             return False
@@ -306,8 +306,8 @@ class InProcessVLLM:
         """Make the engine use the new weights, check the weights, and drop all keys and values of the old weights.
 
         Even the keys and values of unfinished answers are dropped; vLLM recomputes the dropped keys and values when
-        generation continues. With `rollout.keep_kv_cache`, no keys and values are dropped, and requests that arrive
-        later use only keys and values of the new weights.
+        generation continues. With `rollout.keep_kv_cache`, no keys and values are dropped, but requests that arrive
+        after the weight sync use only keys and values of the new weights.
         """
         self.engine.collective_rpc("finish_weight_update")
         if not self.config.keep_kv_cache:
@@ -326,7 +326,7 @@ class Family:
     """Monitor of the processes that an engine has started, which records the process that dies first.
 
     Attributes:
-        lost: Description of the process that died first, or "" while all processes live.
+        lost: Description of the engine's process that died first, or "" while all processes of the engine live.
         dismissed: Whether the engine is being closed, so that its processes are allowed to end. If `dismissed` is True,
             `lost` stays "" when a process ends.
     """
@@ -523,8 +523,8 @@ class AsyncVLLM:
         """Make the engine use the new weights, check the weights, drop the KV cache, and resume generation.
 
         Even the keys and values of unfinished answers are dropped; vLLM recomputes the dropped keys and values when
-        generation continues. With `rollout.keep_kv_cache`, no keys and values are dropped, and requests that arrive
-        later use only keys and values of the new weights.
+        generation continues. With `rollout.keep_kv_cache`, no keys and values are dropped, but requests that arrive
+        after the weight sync use only keys and values of the new weights.
         """
         self._sync(self._finish_load(version))
         self.loads += 1

@@ -217,7 +217,7 @@ class RolloutWorker:
             sync: Name of the weight sync.
             before: Result of the `load_bucket` call for the previous bucket; None for the first bucket. The result is
                 not read, but passing the result makes Ray load the buckets in order.
-            parts: The parts of the bucket, one from each rank.
+            parts: The parts of the bucket, one from each rank that takes part in writing the bucket.
         """
         self._run("load weights", lambda: self.receiver.bucket(self.engine, sync, parts))
 

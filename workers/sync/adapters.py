@@ -29,7 +29,7 @@ class Adapters:
 
     def take(self, bucket: Bucket, data: np.ndarray) -> None:
         """Copy the adapters out of a bucket, because a later bucket will overwrite the bucket's bytes."""
-        assert bucket.scale is not None, "a bucket of adapters must have a scale"
+        assert bucket.scale is not None, "a weight-sync bucket of LoRA adapters must contain the adapters' scale"
         self.scale = bucket.scale
         self.parts |= {name: tensor.clone() for name, tensor in tensors_of(bucket, data)}
 

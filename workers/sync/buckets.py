@@ -41,10 +41,10 @@ class Piece:
     """Consecutive rows of one tensor that one rank wrote into a bucket.
 
     Attributes:
-        name: name of the tensor to which the rows belong.
-        start, size: offset of the rows in the bucket, and length of the rows, both in bytes. If `size` is 0, the bucket
-            does not contain the rows but only their `probe`, and `start` is the index of the first of these rows.
-        checksum: result of `checks.checksum` for the rows' bytes, or None if the sync has no checks.
+        name: name of the tensor whose rows the piece contains.
+        start, size: offset of the piece's rows in the bucket, and length of these rows, both in bytes. If `size` is 0,
+            the bucket contains only the `probe` of the rows, and `start` is the index of the piece's first row.
+        checksum: result of `checks.checksum` for the bytes of the piece, or None if the weight sync has no checks.
         probe: product of the rows of a matrix and a fixed random vector, in float32, with which the engine verifies its
             weights (see `checks.probe`). `probe` is None if the rank sends no probe of the rows.
     """
@@ -73,7 +73,7 @@ class Bucket:
         data: the bucket's bytes as uint8, or None if the bytes are in a file. In one rank's part, `data` contains the
             rank's pieces one after another, each at a multiple of `ALIGNMENT`. In the result of `join`, and in the file
             at `path`, each tensor starts at its offset in `places`.
-        path, offset: path of the file with the bytes, and the offset of the bucket in the file.
+        path, offset: path of the file that holds the bucket's bytes, and the offset of the bucket in the file.
         scale: factor by which the product B A of an adapter's matrices B and A is multiplied, or None if the tensors
             are not adapters.
     """
@@ -154,8 +154,8 @@ def join(parts: Sequence[Bucket]) -> Bucket:
     ]
     if wrong:
         raise SyncError(
-            f"weight sync {first.version}: the ranks together did not send '{wrong[0]}' exactly once as a whole "
-            f"({sent.get(wrong[0], 0)} bytes); the ranks' shards do not fit together; please report this"
+            f"weight sync {first.version}: the shards of '{wrong[0]}' from all ranks have gaps or overlaps "
+            f"({sent.get(wrong[0], 0)} bytes were sent); please report this"
         )
     data = _together(first.size, parts) if first.path is None else None
     return replace(first, pieces=pieces, data=data)

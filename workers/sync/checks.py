@@ -59,15 +59,17 @@ def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray
     """Check that, for the probe vector, the engine's layers give the same outputs as the trainer's weights.
 
     Args:
-        outputs: maps each tensor name to the output of the engine's own layer for the probe vector.
-        probes: maps each tensor name to the output that `probe` has computed from the trainer's weights.
+        outputs: maps each tensor name to the output of the engine's own layer for the probe vector, which holds fixed
+            random values.
+        probes: maps each tensor name to the output that the engine should give, which `probe` has computed from the
+            trainer's weights.
         version: version number of the weights, for the error message.
         dtype: dtype of the engine's weights, which determines the tolerance (see `RELATIVE_ERROR`).
 
     Raises:
-        SyncError: an output differs by more than the tolerance, or engine and trainer do not hold the same tensors. The
-            error message names the tensor with the largest difference, or the tensors that only the engine or only the
-            trainer holds.
+        SyncError: an output of the engine differs from the trainer's by more than the tolerance, or engine and trainer
+            do not hold the same tensors. The error message names the tensor with the largest difference, or the tensors
+            that only the engine or only the trainer holds.
     """
     unpaired = sorted(set(probes) ^ set(outputs))
     unpaired += [name for name in probes if name in outputs and outputs[name].numel() != probes[name].size]

@@ -263,8 +263,8 @@ def receive_buckets(chain: Chain, place: int, load: Callable[[Bucket], None]) ->
 
     Raises:
         SyncStopped: another process of the weight sync failed.
-        SyncError: the engine cannot join the process group, has no memory for a bucket, or received parts that do not
-            fit together.
+        SyncError: the engine cannot join the process group, has no memory for a bucket, or received parts of a bucket
+            that do not fit together.
     """
     own = chain.ranks + place
     with Member(chain, own) as member:

@@ -42,7 +42,8 @@ class Offer:
             are several replicas of the model, the ranks of only one replica send rows.
         where: string that shows which processes can share files: two processes that can map each other's shared files
             have the same string. None if the string is unknown (see `memory.whereabouts`).
-        has_file: whether the driver gave a path for a shared file and, on rank 0, the shared file could be created.
+        has_file: whether the driver gave a path for a shared file for the weights and, on rank 0, this file could be
+            created.
         gathers: whether at least one tensor must be gathered from several ranks before the tensor is sent.
     """
 
@@ -272,7 +273,7 @@ def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
     All ranks must call this function for a tensor that is gathered.
 
     Args:
-        parameter: whole or sharded tensor.
+        parameter: tensor of the model, either whole or sharded over the ranks.
         first: whether this rank sends the tensors that are not sharded by rows.
     """
     if is_gathered(parameter):
@@ -282,7 +283,9 @@ def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
     if own is None:
         return None
     local, (start, count) = parameter.to_local() if isinstance(parameter, DTensor) else parameter, own
-    assert local.ndim == 0 or len(local) == count, f"this rank holds {len(local)} rows from row {start}, not {count}"
+    assert local.ndim == 0 or len(local) == count, (
+        f"this rank holds {len(local)} rows from row {start} on, but must hold {count} rows"
+    )
     return local, start
 
 

@@ -158,7 +158,7 @@ async def _stream(
         ranks: the actor's ranks.
         engines: the engines.
         path: path of the shared file, which is also the name of the weight sync.
-        offers: the description of what each rank sends.
+        offers: for each rank, the message that says which buckets the rank takes part in writing.
         shared: whether the bytes of the buckets go through the shared file. If `shared` is False, each rank returns its
             bytes as the result of `export`, and Ray passes the bytes to the engines as arguments of `load_bucket`.
     """

@@ -162,7 +162,7 @@ class ActorWorker:
         """Take one optimizer step for each mini-batch.
 
         Args:
-            batch: the rows that this rank reads.
+            batch: the rows of sampled answers that this rank reads.
             minibatches: this rank's parts of the mini-batches, in training order.
             entropy_coef: coefficient of the entropy bonus in this training step.
             statistics: for each mini-batch, the statistics of the importance weights of all its rows, or None if the
@@ -386,8 +386,8 @@ class ActorWorker:
     def end_export(self) -> None:
         """Free the memory that was used to send the weights, after the weight sync has succeeded or failed."""
         self.sender.close()
-        # `sender` refers to the model's parameters. If the model is replaced later, `sender` would keep the old
-        # parameters in memory.
+        # The attribute `sender` holds references to the model's parameters. If the model is replaced later, `sender`
+        # would keep the old parameters in memory.
         del self.sender
 
     def save_state(self, url: str) -> None:

@@ -75,7 +75,7 @@ class UpdateResult:
         If the optimizer step of the mini-batch was skipped, the sums, losses and token counts of `part` are ignored.
 
         Args:
-            part: the results of the mini-batch.
+            part: results of one mini-batch on this rank.
             tokens: number of trained tokens in the mini-batch, over all ranks.
             step: metrics of the mini-batch's optimizer step.
         """
@@ -244,8 +244,8 @@ def divergence(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
     """Return metrics of the difference between the actor's and the engine's log-probs.
 
     Args:
-        sums: dictionary of sums over tokens, as returned by `rollout_diagnostics`.
-        tokens: number of tokens over which the sums were taken.
+        sums: dictionary that `rollout_diagnostics` returned. Each value is the sum of a diagnostic over tokens.
+        tokens: number of tokens over which the values of `sums` were summed.
 
     Returns:
         A dictionary of four metrics: `gap` (mean absolute difference of the log-probs, in nats), `kl` and `k3` (two

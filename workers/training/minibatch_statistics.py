@@ -23,7 +23,7 @@ def with_selected(
     """Return the batch with the column `selected` if the loss has a token selector, otherwise the unchanged batch.
 
     Args:
-        batch: the batch of the step.
+        batch: the training step's batch of sampled answers.
         minibatches: row indices of each mini-batch of the update, in training order.
         per_epoch: number of mini-batches of one epoch. Epoch e has the mini-batches e * per_epoch to
             (e + 1) * per_epoch - 1, which have no row in common.

@@ -23,7 +23,7 @@ async def update_policy(
     """Update the actor on all mini-batches in the given order, and return the metrics of the update.
 
     Args:
-        actor: the actor on all ranks.
+        actor: worker group of the actor, with one worker on each training rank.
         batch: the batch of sampled answers, with advantages.
         minibatches: row indices of each mini-batch.
         config: the run's whole config.

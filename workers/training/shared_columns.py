@@ -25,9 +25,9 @@ def log_probs_columns(algorithm: AlgorithmConfig) -> list[str]:
 def update_columns(algorithm: AlgorithmConfig) -> list[str]:
     """Return the names of all columns that the actor's update can read.
 
-    A batch may lack some of the returned columns. The loss function has one parameter for each column that it reads,
-    with the same name as the column. The columns that only the loss's token selector reads are left out, because the
-    driver selects the tokens.
+    A batch need not have all columns in the returned list. The loss function has one parameter for each column that it
+    reads, with the same name as the column. The columns that only the loss's token selector reads are left out,
+    because the driver selects the tokens.
     """
     columns = [*FORWARD, "response_mask", "advantages", "old_log_probs", "rollout_log_probs"]
     columns += columns_of(loss_functions(algorithm.loss_mode)[0])
@@ -126,7 +126,7 @@ def _divided(
     """Find out which rows and columns a receiver has already received, and which rows and columns are missing.
 
     Args:
-        parts: `_Part` objects that were stored for the receiver earlier in this training step.
+        parts: parts of the batch that were put into Ray's object store for the receiver earlier in this training step.
         columns: names of the columns that the receiver reads.
         rows: row numbers of the rows that the receiver reads.
 

@@ -73,7 +73,7 @@ class WorkerGroup(Generic[W_co]):
         """Compute new columns of a batch that is split over the ranks, and return the columns in the batch's row order.
 
         Args:
-            method: the role's method that computes the new columns on one rank.
+            method: the role's method that returns the computed columns; each rank calls the method on its own rows.
             batch: the batch whose rows the ranks process.
             columns: names of the columns that the method reads.
             max_tokens: maximum number of tokens of a micro-batch on one rank.

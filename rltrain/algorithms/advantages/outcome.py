@@ -26,7 +26,7 @@ def known_successes(successes: Tensor, counted: Tensor) -> Tensor:
     """Return the mask (B,) of the rows in the mask `counted` whose answer is known to be correct or wrong.
 
     Raises:
-        ValueError: if at least one row is counted, but `successes` is NaN for all counted rows.
+        ValueError: if `counted` contains at least one row, but `successes` is NaN for all rows in `counted`.
     """
     known = counted & ~successes.isnan()
     if bool(counted.any()) and not bool(known.any()):

@@ -142,7 +142,7 @@ def answers_too_old(history: History) -> Finding | None:
             f"the effective sample size of the last {WINDOW_STEPS} steps is {last_mean(sizes):.0%} of the token count",
             f"answers are up to {oldest:.0f} weight versions old",
         ],
-        ["the policy changes faster than the engine delivers answers"],
+        ["the policy changes too much between the generation of an answer and the training on this answer"],
         ["a lower trainer.max_staleness, or a lower actor.lr"],
     )
 

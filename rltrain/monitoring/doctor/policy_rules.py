@@ -151,7 +151,8 @@ def _reward_after(history: History, step: int) -> str:
     if not before or len(after) < 2 or mean(before) - mean(after) < max(LOST_SPREADS * deviation, 1e-6):
         return ""
     return (
-        f"the mean reward fell from {shown(mean(before))} (mean up to step {step}) to {shown(mean(after))} (last steps)"
+        f"the mean reward fell from {shown(mean(before))} (mean of the steps up to step {step}) to "
+        f"{shown(mean(after))} (mean of the last steps)"
     )
 
 

@@ -88,7 +88,9 @@ def reward_never_applies(history: History) -> Finding | None:
             f"{last_mean(points):.0%} of the latest answers have no score, although no reward function failed"
         )
         step = next(step for step, value in points if value >= UNSCORED_SHARE)
-    evidence += [f"'{name}' returned None for each answer of step {history.steps[-1]}" for name in silent]
+    evidence += [
+        f"reward function '{name}' returned None for each answer of step {history.steps[-1]}" for name in silent
+    ]
     return Finding(
         step,
         evidence,
@@ -128,7 +130,10 @@ def dead_reward(history: History) -> Finding | None:
     rewards = [point for point in history.points("reward/mean") if point[0] >= step]
     evidence = [f"all answers to each prompt had the same outcome in each of the last {len(streak)} steps"]
     if rewards:
-        evidence.append(f"the mean reward of the steps with equal outcomes is {shown(mean(rewards))}")
+        evidence.append(
+            "the mean reward of the steps in which all answers to each prompt had the same outcome is "
+            f"{shown(mean(rewards))}"
+        )
     if step == history.first_step:
         causes = [
             "the reward function gives every answer the same score",

@@ -51,10 +51,10 @@ def read_command(text: str) -> Command:
     """
     found = json.loads(text)
     if not isinstance(found, dict) or not isinstance(found.get("values"), dict):
-        raise ValueError("the file holds no command")
+        raise ValueError("the file must be a JSON object whose key 'values' holds an object")
     lists = [found.get(name) for name in ("arguments", "presets")]
     if not all(isinstance(one, list) and all(isinstance(word, str) for word in one) for one in lists):
-        raise ValueError("the file holds no arguments of the command")
+        raise ValueError("the keys 'arguments' and 'presets' of the file must each hold a list of strings")
     return Command(found["arguments"], found["presets"], found["values"])
 
 

@@ -30,15 +30,15 @@ def write_report(
         folders: output folders of the runs.
         output: path of the HTML file.
         defaults: command and preset config that are used for a run that did not record its command.
-        max_bytes: maximum size of the page in bytes. If a page with all samples would exceed the maximum size, the
-            page omits some samples and states how many samples it shows.
+        max_bytes: maximum size of the HTML file in bytes. If a file with all samples would exceed the maximum size, the
+            file omits some samples and states how many samples it shows.
 
     Returns:
         A list with one message for each file, table or line that could not be read.
 
     Raises:
         ConfigError: a folder is not the output folder of a run.
-        OSError: the page cannot be written.
+        OSError: the HTML file cannot be written.
     """
     runs = [read_run(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
     text = page(runs, defaults, max_bytes)

@@ -88,7 +88,9 @@ def _require_run(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not a folder; {hint}")
     if not any((folder / name).exists() for name in ("metrics.jsonl", CONFIG)):
-        raise ConfigError(f"{folder}: holds neither metrics.jsonl nor {CONFIG}, so no run wrote it; {hint}")
+        raise ConfigError(
+            f"{folder}: holds neither metrics.jsonl nor {CONFIG}, so it is not the output folder of a run; {hint}"
+        )
 
 
 def _text(run: RunFiles, name: str, *, needed: bool = True) -> str | None:

@@ -112,8 +112,8 @@ class BackgroundSink:
             if isinstance(self.sink, GivesUp):
                 self.sink.give_up()
             self._alarms.put(
-                f"trainer.trackers: {self.name} had not finished after {CLOSE_TIMEOUT_S:.0f} s, with {waiting} calls "
-                "still waiting; the run ends without waiting any longer, and metrics.jsonl has all metrics"
+                f"trainer.trackers: {self.name} did not finish within {CLOSE_TIMEOUT_S:.0f} s, and {waiting} of its "
+                "calls are still waiting; the run ends without waiting any longer, and metrics.jsonl has all metrics"
             )
 
     def alarms(self) -> list[str]:

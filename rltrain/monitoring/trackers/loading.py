@@ -32,7 +32,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """Check that each name is a tracker whose package is installed, or the import path of a sink class.
 
     Raises:
-        ConfigError: a tracker name is unknown or appears twice, a package is missing, or a class is not a sink.
+        ConfigError: a tracker name is unknown or appears twice, a package is missing, or a tracker class is not a sink.
     """
     for name in names:
         if names.count(name) > 1:

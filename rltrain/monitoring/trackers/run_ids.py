@@ -18,7 +18,7 @@ class RunIds:
 
     Args:
         output_dir: output folder of the run; must exist.
-        tracker: name of the tracker, which is the key of the stored id in `trackers.json`.
+        tracker: name of the tracker. The file `trackers.json` stores the id of the tracker's run under this name.
     """
 
     def __init__(self, output_dir: Path, tracker: str) -> None:

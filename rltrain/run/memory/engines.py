@@ -80,7 +80,7 @@ def _always(parts: list[Part]) -> dict[str, list[Part]]:
 
 
 def _vllm_cache(config: Config) -> Part:
-    assert config.rollout.vllm is not None, "a config that selects the vLLM engine has the settings `rollout.vllm`"
+    assert config.rollout.vllm is not None, "a config that selects the vLLM engine must set `rollout.vllm`"
     size = config.rollout.vllm.kv_cache_mb
     return Part("KV cache", size * MIB, f"lower rollout.vllm.kv_cache_mb={size}")
 
@@ -121,7 +121,7 @@ def _received(config: Config, shape: ModelShape, limits: Limits) -> list[Part]:
 
 def _vllm_on_gpu(config: Config, shape: ModelShape, gpu_memory: int) -> dict[str, list[Part]]:
     """Return the GPU memory of a vLLM engine, which takes a fixed share of the GPU except while the engine sleeps."""
-    assert config.rollout.vllm is not None, "a config that selects the vLLM engine has the settings `rollout.vllm`"
+    assert config.rollout.vllm is not None, "a config that selects the vLLM engine must set `rollout.vllm`"
     share = config.rollout.vllm.gpu_memory_utilization
     weights = shape.parameters * WIDTHS[config.model.dtype] / config.rollout.shards
     remedy = f"lower rollout.vllm.gpu_memory_utilization={share:g}"

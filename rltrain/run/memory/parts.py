@@ -71,10 +71,10 @@ class Part:
     """One part of a process's memory.
 
     Attributes:
-        what: description of the part, such as "activations".
+        what: description of this part of the process's memory, such as "activations".
         size: bytes.
-        remedy: what the user can do to make the part smaller, such as "lower rollout.vllm.kv_cache_mb=4096"; "" if the
-            user can do nothing.
+        remedy: what the user can do so that this part takes less memory, such as "lower rollout.vllm.kv_cache_mb=4096";
+            "" if the user can do nothing.
     """
 
     what: str

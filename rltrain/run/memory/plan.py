@@ -71,9 +71,10 @@ class MemoryPlan:
     """The memory plan of a run.
 
     Attributes:
-        processes: one entry for each kind of process: first the training ranks, then the engine, the reward workers
-            and the driver.
-        places: one entry for each kind of GPU, and one entry for the memory of all machines together.
+        processes: the memory needs of each kind of process: first the training ranks, then the engine, the reward
+            workers and the driver.
+        places: size and use of the memory of each kind of GPU, followed by the size and use of the total host memory of
+            all machines.
         cache_rows: number of rows (a prompt and its answer, both of the maximum length) that fit into the KV cache of a
             vLLM engine; None without vLLM, or if the GPU memory is unknown.
     """
@@ -175,7 +176,7 @@ def require_room(config: Config, plan: MemoryPlan) -> None:
 
 
 def _refusal(place: Place) -> str:
-    assert place.capacity is not None, "memory of unknown size never counts as too small"
+    assert place.capacity is not None, "memory of unknown size always counts as large enough"
     parts = place.needs[place.phase]
     # The error message gives the remedy for only one part of the memory: the largest part that has a remedy, because
     # reducing the largest part can save the most memory.

@@ -36,7 +36,9 @@ def table(plan: MemoryPlan) -> list[str]:
         verdict = "unknown" if place.capacity is None else "fits" if place.fits else "DOES NOT FIT"
         lines += _wrapped(f"{place.name}: needs {said(place.size)}{_of(place)}: {verdict}")
     if plan.cache_rows is not None:
-        lines += _wrapped(f"KV cache of an engine: {plan.cache_rows:,.0f} answers of the maximum length at a time")
+        lines += _wrapped(
+            f"KV cache of an engine: room for {plan.cache_rows:,.0f} answers of the maximum length at a time"
+        )
     return lines
 
 

@@ -197,7 +197,7 @@ class RankMemory:
         for role in self.roles:
             shard = 0 if self.on_gpu else role.shape.parameters * role.width / self.shards
             samples.append((role.shape.outside + role.shape.layer) * MASTER - shard)
-        return Part("layers for the packing check", max(0, *samples))
+        return Part("layers for the check of packed rows", max(0, *samples))
 
     def gathered(self, role: RoleMemory) -> Part:
         """Return the memory of gathered parameters: FSDP gathers two layers and all parameters outside the layers."""
@@ -290,7 +290,7 @@ class RankMemory:
         return [Part("sync buckets", min(file, actor.shape.parameters * self.compute))]
 
     def saving(self) -> list[Part]:
-        """Return the memory for saving: copies of the training state for a checkpoint, and exported tensors."""
+        """Return the parts of the memory plan that a save needs: copies of the training state, and exported tensors."""
         trained = sum(role.trained for role in self.roles)
         largest = max(role.shape.largest for role in self.roles)
         return [

@@ -108,7 +108,8 @@ def test_with_padded_reads_the_real_slots_only():
 
 
 def test_with_values_refuses_another_number_of_tokens():
-    with pytest.raises(ValueError, match="5 values for 'advantages', 6 values in 'responses': give one value"):
+    said = "5 values were given for column 'advantages', but column 'responses' has 6 values: give one value"
+    with pytest.raises(ValueError, match=said):
         example().with_values("responses", advantages=torch.zeros(5))
 
 

@@ -223,7 +223,7 @@ def test_an_end_token_that_the_model_does_not_have_is_refused(folder):
     write(folder, "config.json", {"eos_token_id": 7, "vocab_size": 8})
     assert end_token_ids(folder, WITHOUT_END) == [7]
     message = refusal(end_token_ids, folder, SimpleNamespace(eos_token_id=8))
-    assert f"model.path={folder}: end token 8 is not below the model's vocab_size=8; correct eos_token_id" in message
+    assert f"model.path={folder}: the end token's id 8 must be below the model's vocab_size=8; correct" in message
 
 
 def test_a_tokenizer_with_more_words_than_the_model_has_embeddings_is_refused(folder):

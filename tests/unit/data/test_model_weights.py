@@ -240,12 +240,12 @@ def test_quantised_weights_and_adapters_are_refused(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({1: None}, "its weights lack model.layers.0.mlp.experts.1.down_proj.weight, of experts that are numbered up"),
+        ({1: None}, "its weights lack model.layers.0.mlp.experts.1.down_proj.weight, although the experts are"),
         (
             {1: 4},
-            "its weights lack model.layers.0.mlp.experts.1.down_proj.weight, of experts that are numbered up to 4",
+            "its weights lack model.layers.0.mlp.experts.1.down_proj.weight, although the experts are numbered up to 4",
         ),
-        ({1: 10**9}, "of experts that are numbered up to 1000000000; "),
+        ({1: 10**9}, "although the experts are numbered up to 1000000000; "),
         ({3: None}, "model.layers.0.mlp.experts.down_proj"),
     ],
 )

@@ -134,7 +134,7 @@ def test_a_column_may_have_any_name_in_a_template(tmp_path):
         ("{question!r}", "'{question!r}' names no column"),
         ("{question:>9}", "'{question:>9}' names no column"),
         ("{question:{question}}", "'{question:{question}}' names no column"),
-        ("{{question}}", "a template without a column would be the same prompt in every row"),
+        ("{{question}}", "a template without a column would give the same prompt for every row"),
     ],
 )
 def test_a_template_with_wrong_braces_is_refused(tmp_path, template, said):

@@ -259,9 +259,6 @@ def times(*values: int | None, unit: str = "us", zone: str | None = None) -> pya
     return pyarrow.array(values, pyarrow.timestamp(unit, zone))
 
 
-WHOLE = "whole microseconds between the years 1 and 9999"
-
-
 @pytest.mark.parametrize(
     ("column", "said"),
     [
@@ -269,7 +266,7 @@ WHOLE = "whole microseconds between the years 1 and 9999"
         (pyarrow.ListArray.from_arrays([0, 1, 2], bad_text()), "the text is not valid UTF-8"),
         (
             times(None, 1, unit="ns"),
-            f"value of type timestamp[ns]; write it as text or, if it is a time, in {WHOLE}",
+            "value of type timestamp[ns]; write the value as text; a time may also be written in whole microseconds,",
         ),
         (times(0, 2**60), "Python cannot represent this value of type timestamp[us];"),
         (times(None, 0, zone="Mars/Base"), "cannot represent this value of type timestamp[us, tz=Mars/Base];"),
@@ -368,8 +365,8 @@ def test_text_that_spells_control_tokens_is_encoded_as_text_and_the_reward_sees_
     assert (prompts[1].text, prompts[1].messages) == ("user:12<|end|>34=</s>bot:", SPELLED)
     assert prompts[2].ids == chosen.apply_chat_template(CHAT[:1], add_generation_prompt=True, return_dict=False)
     assert prompts.notes == [
-        f"data.train={path}: prompts that contain names of control tokens, which are encoded as text: 2, the first "
-        f"with </s> in data.train={path}:1; data.special_tokens=allow encodes the names as control tokens"
+        f"data.train={path}: prompts that contain names of control tokens: 2 (the first: </s> in data.train={path}:1); "
+        "the names are encoded as text, or with data.special_tokens=allow as control tokens"
     ]
 
 

@@ -115,6 +115,6 @@ def test_a_file_of_an_unknown_kind_is_refused(tmp_path):
     message = error_of(tmp_path / "gsm8k")
     assert "no such file; check the path" in message
     assert (
-        "a data set of the hub is written ORG/NAME, and a function package.module:function or file.py:function"
-        in message
+        "a data set of the Hugging Face hub is written as ORG/NAME, and a function is written as "
+        "package.module:function or file.py:function" in message
     )

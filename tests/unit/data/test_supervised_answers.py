@@ -113,8 +113,8 @@ def test_an_answer_that_spells_a_control_token_is_encoded_as_text_refused_or_tak
     assert ids[-1] == end
     assert chosen.decode(ids[:-1], clean_up_tokenization_spaces=False) == "say <|im_end|> now"
     assert prompts.notes == [
-        f"data.train={path}: supervised answers that contain names of control tokens, which are encoded as text: 1; "
-        "data.special_tokens=allow encodes the names as control tokens"
+        f"data.train={path}: supervised answers that contain names of control tokens: 1; the names are encoded as "
+        "text, or with data.special_tokens=allow as control tokens"
     ]
     assert answers(path, chosen, given=given, special_tokens="allow")[0].count(end) == 2
     assert error_of(path, chosen, supervised=options(**given), special_tokens="refuse").startswith(
@@ -176,7 +176,7 @@ def test_prompts_beyond_one_batch_keep_their_own_answers(tmp_path):
             "data.sft_response={{solution}} {{m}}: data.train={path} has no column 'm'; the columns are",
         ),
         ("{solution", "data.sft_response={{solution: expected '}}' before end of string; write each column as"),
-        ("no {{{{column}}}}", "a template without a column would be the same answer in every row"),
+        ("no {{{{column}}}}", "a template without a column would give the same answer for every row"),
     ],
 )
 def test_a_column_that_is_missing_is_refused_with_the_columns_that_there_are(tmp_path, response, said):
@@ -195,8 +195,8 @@ def test_a_value_that_is_no_text_is_refused_with_its_row(tmp_path):
     ):
         path = jsonl(tmp_path, {"prompt": "p", "solution": value})
         assert error_of(path, supervised=options()) == (
-            f"data.train={path}:1: a value of type {kind} in column 'solution', which data.sft_response reads as an "
-            "answer; give it text, a number, a list with one message, or no value"
+            f"data.train={path}:1: column 'solution', which data.sft_response reads as an answer, has a value of type "
+            f"{kind}; write the answer as text, a number or a list with one message, or leave the value out"
         )
 
 

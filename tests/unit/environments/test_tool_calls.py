@@ -135,7 +135,7 @@ def test_a_text_cut_anywhere_gives_no_call_that_is_not_in_it_and_never_raises(ki
         (
             "hermes",
             '<tool_call>{"name": "f", "arguments": {}, "parameters": {}}</tool_call>',
-            ["the call has both arguments and parameters; keep one of them"],
+            ["the call has both the key arguments and the key parameters; keep only one of these keys"],
         ),
         (
             "llama3",

@@ -285,7 +285,7 @@ def test_a_device_is_no_reward_file():
         ("name: ''", "name ''"),
         ("name: a/b", "name 'a/b'"),
         ("name: a b", "name 'a b'"),
-        ("weight: 1e39", "weight of 'plain' is 1e+39: outside float32's range"),
+        ("weight: 1e39", "weight of 'plain' is 1e+39, which is outside float32's range"),
         ("weight: -1e39", "weight of 'plain' is -1e+39"),
         ("kwargs: {prompt: x}", "reward.functions[0].kwargs.prompt: must be the name of an option"),
         ("kwargs: {responses: x}", "reward.functions[0].kwargs.responses: must be"),

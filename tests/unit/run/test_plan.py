@@ -134,7 +134,7 @@ def test_processes_are_counted_for_each_placement():
     )
     assert row("processes", "placement=disaggregated", "algorithm.kl_loss.kl_loss_coef=1", facts=critic) == (
         "1 rank each for actor, reference, critic + 1 engine + 1 reward worker; Ray cluster auto, 8 GPUs; "
-        "weights through shared memory on one machine, or through a process group between machines"
+        "weights are sent through shared memory on one machine, or a process group between machines"
     )
     assert row("processes", "placement=inprocess", "rollout=hf") == (
         "one process without Ray, for actor, engine and rewards; 2 CPU cores"
@@ -235,12 +235,12 @@ STALE = "trainer.max_staleness=4"
         (
             ["algorithm=icepop", "algorithm.correction.normalize=kept"],
             "have token importance weights (actor probability / engine probability), tokens dropped below 0.5 or above "
-            "5, dropped tokens not counted in the policy loss",
+            "5, the policy loss averaged only over the kept tokens",
         ),
         (
             ["algorithm.correction.level=sequence", "algorithm.correction.batch_normalize=true"],
-            "have sequence importance weights (actor probability / engine probability), weights divided by the mean "
-            "weight of the mini-batch",
+            "have sequence importance weights (actor probability / engine probability), each divided by the mean "
+            "importance weight of the mini-batch",
         ),
         (
             ["algorithm.correction.level=null"],
@@ -298,8 +298,8 @@ def test_teachers_have_a_line_and_their_memory():
     facts = Facts(path="m", parameters=2**30, teachers={"math": 2**31})
     assert row("teachers", *words, facts=facts) == (
         "math = /t/math (2.15B parameters), code = http://h:1/v1 (endpoint), reference = the starting weights (with "
-        "a teacher-specific prompt template); chosen by the column domain; reverse KL of sampled tokens in the "
-        "advantages, coefficient 0.5; advantages of rewards multiplied by 1"
+        "a teacher-specific prompt template); column domain names the teacher; reverse KL of sampled tokens "
+        "in the advantages, coefficient 0.5; the advantages from rewards are multiplied by 1"
     )
     exact = ["algorithm=distill", "algorithm.distillation.teachers=[/t/math]"]
     assert row("teachers", *exact) == (

@@ -68,7 +68,7 @@ def test_a_healthy_cluster_passes(config):
         ),
         (
             {"clock": 1011.0},
-            "clock: differs by 11 s from the driver's node one (10.0.0.1); set the clocks of all nodes",
+            "clock: differs by 11 s from the clock of the driver's node one (10.0.0.1); set the clocks of all nodes",
         ),
         (
             {"cpus": 4.0},

@@ -48,7 +48,7 @@ async def test_auto_takes_the_newest_good_one(tmp_path):
     await saved(tmp_path, steps=(2, 4))
     found = beginning(config(tmp_path, "trainer.resume=auto"))
     assert (found.checkpoint.step, found.over) == (4, False)
-    assert found.said == (f"going on after step 4, from {tmp_path}/checkpoints/step_4",)
+    assert found.said == (f"the run continues after step 4, from the checkpoint {tmp_path}/checkpoints/step_4",)
     (tmp_path / "checkpoints/step_4/driver.json").write_text("{}")
     assert beginning(config(tmp_path, "trainer.resume=auto")).checkpoint.step == 2
 

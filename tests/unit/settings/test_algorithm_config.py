@@ -113,7 +113,8 @@ def algorithm(*overrides):
         (
             [*KEPT, "loss_agg_mode=token-sum"],
             "algorithm.loss_agg_mode=token-sum with correction.normalize=kept: token-sum does not divide by a "
-            "number of tokens; use another loss_agg_mode, or correction.normalize=all",
+            "number of tokens, so correction.normalize would have no effect; use another loss_agg_mode, or "
+            "correction.normalize=all",
         ),
         (["correction.normalize=some"], "algorithm.correction.normalize=some: unknown choice; use one of all, kept"),
         (["correction.level=row"], "algorithm.correction.level=row: unknown choice; use one of token, sequence, geo"),

@@ -328,8 +328,8 @@ def test_a_critic_is_warmed_up_if_the_run_asks_for_it_or_the_papers_of_the_estim
 
 def test_a_warm_up_as_long_as_the_run_is_refused():
     assert refusal("algorithm=ppo", "critic.warmup_steps=120") == (
-        "critic.warmup_steps=120 with trainer.total_steps=120: the critic's warm-up is part of the run, so the actor "
-        "would not be trained; use at most 119, or a longer run"
+        "critic.warmup_steps=120 with trainer.total_steps=120: the critic's warm-up would fill the whole run, so the "
+        "actor would not be trained; use at most 119 warm-up steps, or a longer run"
     )
     assert refusal("algorithm=ppo", "critic.warmup_steps=-1") == "critic.warmup_steps must be >= 0, got -1"
     assert refusal("algorithm=ppo", "critic.warmup_steps=long").startswith(
@@ -472,10 +472,10 @@ def test_adapters_have_a_rank_and_by_default_all_linear_layers_and_alpha_twice_t
         ("{rank:null}", "model.lora.rank=null: must be a whole number"),
         ("{rank:8,alpha:0}", "model.lora.alpha must be > 0, got 0: "),
         ("{rank:8,alpha:null}", "model.lora.alpha=null: must be a finite number"),
-        ("{rank:8,targets:[]}", "model.lora.targets=[]: names no layer; name layers, as in [q_proj,v_proj], or"),
+        ("{rank:8,targets:[]}", "model.lora.targets=[]: the list names no layer; name layers, as in [q_proj,v_proj]"),
         ("{rank:8,targets:null}", "model.lora.targets=null: must be a list"),
         ("{rank:8,targets:[q_proj,3]}", "model.lora.targets[1]=3: must be text"),
-        ("{rank:8,targets:[q,q]}", "model.lora.targets=['q', 'q']: names a layer twice"),
+        ("{rank:8,targets:[q,q]}", "model.lora.targets=['q', 'q']: the list names a layer twice"),
         ("{rank:8,targets:[q,all-linear]}", "all-linear already includes every other layer"),
         ("{rank:8,dropout:0.1}", "unknown config key 'model.lora.dropout'; the nearest known key is 'model.lora."),
     ],
@@ -554,10 +554,10 @@ def test_values_with_spaces_and_quoted_values_arrive_as_they_are():
         ("algorithm=[ppo,grpo]", "unknown choice"),
         ("trainer={seed:3}", "'trainer' is a section; set its keys one at a time, as trainer.KEY=VALUE"),
         ("algorithm.loss=3", "must be a mapping, as in algorithm.loss={name:value}"),
-        ("~algorithm.loss.clip", "'algorithm.loss.clip' does not exist; see --help"),
+        ("~algorithm.loss.clip", "the key 'algorithm.loss.clip' does not exist; see --help"),
         (
             "hydra.job.chdir=true",
-            "'hydra.job.chdir=true': Hydra's settings apply only to a sweep; leave this out,",
+            "'hydra.job.chdir=true': Hydra's settings apply only to a sweep; leave the argument out,",
         ),
         ("hydra/launcher=basic", "Hydra's settings apply only to a sweep"),
         ("algorithm@x=ppo", "'@' is not supported; write GROUP=CHOICE or KEY=VALUE"),

@@ -88,7 +88,7 @@ def test_the_log_ratio_needs_the_actors_log_probs_before_the_update():
         (["algorithm=mopd", TWO[0]], "teachers=[math, code] without teacher_column: the data does not say wh"),
         (["algorithm=mopd", ONE, f"{DISTILLATION}.kl=full"], "kl=full with mode=reward: the exact KL of a position "),
         (["algorithm=distill", f"{DISTILLATION}.teachers=[{URL}]"], f"kl=full with the endpoint {URL}: an endpoint "),
-        (["algorithm=mopd", f"{DISTILLATION}.teachers=[a/m,b/m]", TWO[1]], "teachers: two are named 'm'; give each"),
+        (["algorithm=mopd", f"{DISTILLATION}.teachers=[a/m,b/m]", TWO[1]], "teachers: two teachers are named 'm'; "),
         (
             ["algorithm=mopd", f"{DISTILLATION}.teachers=[{{name: a b, path: m}}]"],
             "teachers: name 'a b': the name is part",
@@ -100,7 +100,7 @@ def test_the_log_ratio_needs_the_actors_log_probs_before_the_update():
         (["algorithm=mopd", f"{DISTILLATION}.teachers=[{{name: m}}]"], "teachers: {'name': 'm'} names no teacher; "),
         (
             ["algorithm=mopd", f"{DISTILLATION}.teachers=[{{path: m, model: x}}]"],
-            "teachers[0].model=x with path=m: only an endpoint has this setting; leave it out",
+            "teachers[0].model=x with path=m: only an endpoint has this setting; leave model out",
         ),
         (
             ["algorithm=mopd", f"{DISTILLATION}.teachers=[{{path: m, api_key_env: X}}]"],
@@ -112,7 +112,7 @@ def test_the_log_ratio_needs_the_actors_log_probs_before_the_update():
         ),
         (
             ["algorithm=mopd", f"{DISTILLATION}.teachers=[{{path: m, prompt_template: '{{x}}'}}]"],
-            "teachers[0].prompt_template='{x}': has no {prompt}; write one",
+            "teachers[0].prompt_template='{x}': the template has no {prompt}; add {prompt}",
         ),
         (
             ["algorithm=mopd", f"{DISTILLATION}.teachers=[{URL}]", "rollout.temperature=0.7"],

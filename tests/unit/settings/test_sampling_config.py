@@ -57,8 +57,8 @@ def test_an_empty_mapping_or_one_key_turns_difficulty_on():
         ),
         (
             "{easy_fraction:0.4,unseen_fraction:0.5}",
-            "data.difficulty.easy_fraction=0.4, hard_fraction=0.1, unseen_fraction=0.5: they leave nothing for the "
-            "normal prompts; use fractions whose sum is below 1",
+            "data.difficulty.easy_fraction=0.4, hard_fraction=0.1, unseen_fraction=0.5: these fractions leave nothing "
+            "for the normal prompts; use fractions whose sum is below 1",
         ),
     ],
 )
@@ -118,12 +118,13 @@ def test_groups_are_reused_for_the_whole_staleness_bound_unless_the_engines_run_
         ),
         (
             [STALE, "trainer.reuse={groups:4,steps:3}"],
-            "trainer.reuse.steps=3 with max_staleness=2: a group would be older than the staleness bound allows in "
-            "the last step that trains on the group; use at most 2",
+            "trainer.reuse.steps=3 with max_staleness=2: the answers of a reused group could be staler than "
+            "max_staleness allows; use at most trainer.reuse.steps=2",
         ),
         (
             [STALE, "trainer.reuse={groups:64}"],
-            "trainer.reuse.groups=64 with prompts_per_step=64: a step needs new groups too; use at most 63",
+            "trainer.reuse.groups=64 with prompts_per_step=64: a training step also needs new prompt "
+            "groups; use at most trainer.reuse.groups=63",
         ),
         ([STALE, "trainer.reuse={groups:0}"], "trainer.reuse.groups must be >= 1, got 0"),
         ([STALE, "trainer.reuse={groups:1,steps:0}"], "trainer.reuse.steps must be >= 1, got 0"),

@@ -168,8 +168,8 @@ def test_a_length_penalty_longer_than_the_answers_is_refused(values):
     with pytest.raises(ConfigError) as error:
         parse(Config, changed(values, key, limit + 1))
     assert str(error.value) == (
-        f"{key}={limit + 1} is above rollout.max_response_length={limit}: the penalty grows over the last tokens "
-        f"before that limit; use at most {limit} (DAPO uses a fifth), or 0"
+        f"{key}={limit + 1} is above rollout.max_response_length={limit}: the length penalty grows over the last "
+        f"overlong_buffer tokens before that limit; use at most {limit} (DAPO uses a fifth of the limit), or 0"
     )
 
 

@@ -284,8 +284,9 @@ async def test_failed_conversations_stop_the_run_as_conversations_and_not_as_rew
     with pytest.raises(RewardError) as caught:
         await collect(collector(engines=Broken()), 0)
     assert str(caught.value) == (
-        "100% of the conversations failed, 12 of 12, above reward.max_failed_fraction=0.5 (the limit applies to "
-        "failed conversations too): reset raised (a.py:1) (12 x, first in prompt group 0, sample 0)"
+        "100% of the conversations failed, 12 of 12, above reward.max_failed_fraction=0.5 (the limit for "
+        "failed rewards applies to failed conversations too): reset raised (a.py:1) (12 x, first in prompt group 0, "
+        "sample 0)"
     )
     some = Broken()
     some.all_break = False

@@ -120,7 +120,7 @@ async def test_equal_samples_are_computed_once_and_get_equal_scores():
 async def test_E10_a_row_that_the_model_cannot_read_is_refused_and_never_cut():
     made, prompt = model(longest=5), Prompt(0, "1234", [1], {})
     assert await made.scores([(prompt, "5"), (prompt, "56")]) == [
-        5.0, "cannot read 6 tokens, because its limit is 5; lower rollout.max_response_length",
+        5.0, "cannot read 6 tokens, because the model's limit is 5; lower rollout.max_response_length",
     ]  # fmt: skip
     assert made.group.read == [["12345"]]
 
@@ -168,7 +168,7 @@ async def test_C4_a_sample_that_a_model_cannot_score_is_failed_and_counted_as_it
     assert batch.batch["reward_components"][1:].isnan().all()
     assert batch.non_tensor_batch["reward_error"].tolist() == [
         "",
-        "reward model 'rm1' cannot read 10 tokens, because its limit is 4; lower rollout.max_response_length",
+        "reward model 'rm1' cannot read 10 tokens, because the model's limit is 4; lower rollout.max_response_length",
         "broke",
     ]
     assert made.group.read == [["p0a"]]  # the reward model does not score a sample whose reward functions failed
@@ -264,8 +264,8 @@ def test_a_model_is_named_by_its_directory_and_models_alone_are_enough():
 @pytest.mark.parametrize(
     ("models", "message"),
     [
-        ("[a/rm,b/rm]", "two are named 'rm'"),
-        ("[{path: m, name: final_answer}]", "two are named 'final_answer'"),
+        ("[a/rm,b/rm]", "the name 'rm' is used more than once"),
+        ("[{path: m, name: final_answer}]", "the name 'final_answer' is used more than once"),
         ("m", "reward.models=m: must be a list"),
         ("[{weight: 1.0}]", "names no model; write DIR or"),
         ("[{path: m, prompt_template: '{prompt}'}]", "has no {response}"),

@@ -257,7 +257,7 @@ def test_one_of_several_functions_that_never_applies_is_named(tmp_path):
     write_samples(folder, "step_000020", [{"right": 1.0, "judge": None}] * 3)
     (finding,) = diagnose(read_run(folder, texts=False))
     assert finding.name == "reward never applies"
-    assert finding.evidence == ["'judge' returned None for each answer of step 20"]
+    assert finding.evidence == ["reward function 'judge' returned None for each answer of step 20"]
 
 
 def test_a_damaged_table_of_samples_is_a_note(tmp_path):

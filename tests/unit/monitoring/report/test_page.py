@@ -224,7 +224,7 @@ def test_a_run_of_before_this_page_shows_the_ids_of_its_tokens(tmp_path):
 def test_a_folder_that_no_run_wrote_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such folder"):
         report(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="so no run wrote it"):
+    with pytest.raises(ConfigError, match="so it is not the output folder of a run"):
         report(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is not a folder"):

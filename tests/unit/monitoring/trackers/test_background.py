@@ -173,8 +173,8 @@ def test_closing_has_a_time_limit_that_sinks_share_and_what_a_library_still_does
     assert 2.0 <= time.monotonic() - began < 3.9
     assert [inner.gave_up for inner in inners] == [threading.current_thread()] * 2
     assert [text for sink in sinks for text in sink.alarms()] == [
-        f"trainer.trackers: stuck{number} had not finished after 2 s, with 0 calls still waiting; the run ends without "
-        "waiting any longer, and metrics.jsonl has all metrics"
+        f"trainer.trackers: stuck{number} did not finish within 2 s, and 0 of its calls are still waiting; the run "
+        "ends without waiting any longer, and metrics.jsonl has all metrics"
         for number in range(2)
     ]
     held.set()

@@ -122,7 +122,7 @@ def test_a_sample_of_the_model_counts_at_the_start_if_it_is_larger_than_the_shar
     sample = (40 + 100) * 4
     assert sizes(rank("placement.actor_ranks=4").device("start")) == {
         "parameters": 240,
-        "layers for the packing check": sample - 240,
+        "layers for the check of packed rows": sample - 240,
     }
     assert sizes(rank().device("start")) == {"parameters": 960}
 
@@ -130,7 +130,7 @@ def test_a_sample_of_the_model_counts_at_the_start_if_it_is_larger_than_the_shar
 def test_the_sample_of_the_model_is_in_the_memory_of_the_machine_if_the_shard_is_on_a_gpu():
     made = rank("placement.actor_ranks=4", on_gpu=True)
     assert sizes(made.device("start")) == {"parameters": 240}
-    assert sizes(made.host("start")) == {"layers for the packing check": (40 + 100) * 4}
+    assert sizes(made.host("start")) == {"layers for the check of packed rows": (40 + 100) * 4}
 
 
 def test_a_reference_model_is_stored_in_the_dtype_of_the_model_unless_it_is_an_average():

@@ -441,7 +441,7 @@ def test_a_program_that_raises_or_never_asks_is_started_again_and_then_given_up(
     assert failure_of(leaves) == "the agent failed: RuntimeError: OwnExit: now"
     assert (
         failure_of(cancels_itself)
-        == "the agent failed: RuntimeError: the code raised CancelledError, although the trajectory was not cancelled"
+        == "the agent failed: RuntimeError: the user's code raised CancelledError, but the trajectory was not cancelled"
     )
     assert failure_of(lambda seed: 1.0) == "the agent got no answer: it made no request"
 

@@ -126,5 +126,5 @@ def test_a_torch_that_is_too_old_has_no_kernel():
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
         """Fake attention kernel of an older torch version, which has no argument for attention windows."""
 
-    with pytest.raises(NotImplementedError, match="no arguments `window_size`"):
+    with pytest.raises(NotImplementedError, match="lacks the arguments `window_size`"):
         varlen_attention.of_torch(types.SimpleNamespace(varlen_attn=varlen_attn))

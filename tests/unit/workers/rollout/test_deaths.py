@@ -192,7 +192,7 @@ async def test_deaths_without_an_answer_in_between_are_bounded_and_an_answer_beg
     replicas.processes[0].die()
     with pytest.raises(
         WorkerError,
-        match=r"replica 0 .* is gone; 4 replicas died without an answer in between, and the limit is 3",
+        match=r"replica 0 .* is gone; 4 replicas have died since the last answer, and the limit is 3",
     ):
         await tasks.until(pool.poll())
 

@@ -3,9 +3,10 @@
 import threading
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tests.chat_model import save_chat_model
+from tests.chat_model import TEMPLATE, save_chat_model
+from tests.made_tokenizers import byte_level
 from workers.rollout.messages import Completion
 from workers.rollout.turn_server import turn_server
 from workers.rollout.turns import TurnFormat, TurnRequest
@@ -79,6 +80,22 @@ def test_a_long_message_is_cut_off_with_a_mark(server, tokenizer):
     (found,) = server.take("a")
     assert [message["content"] for message in found.messages] == ["0123\n[cut off after 4 tokens]"]
     assert "0123\n[cut off" in tokenizer.decode(found.observation_ids)
+
+
+def test_a_message_with_more_tokens_than_characters_is_cut_off_too():
+    specials = ["<|im_start|>", "<tool_call>", "</tool_call>"]
+    byte_pairs = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level(), eos_token="<|im_end|>", additional_special_tokens=specials
+    )
+    byte_pairs.chat_template = TEMPLATE
+    assert len(byte_pairs.encode("ßßß", add_special_tokens=False)) == 6  # one token for each byte
+    made = turn_server(byte_pairs, TurnFormat([], "hermes"), [byte_pairs.eos_token_id])
+    asked = turn(1, "ßßß", key=(1, 0, 1), context_ids=[1], action_ids=[1], room=200)
+    (request,), _ = made.begin("a", [asked])
+    made.deliver([completion(request, byte_pairs, "ok")])
+    made.renderer.close()
+    (found,) = made.take("a")
+    assert [message["content"] for message in found.messages] == ["ßß\n[cut off after 4 tokens]"]
 
 
 def test_a_new_context_renders_the_whole_conversation_and_cuts_no_prompt_and_no_answer(server, tokenizer):

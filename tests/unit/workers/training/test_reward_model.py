@@ -80,7 +80,7 @@ async def test_E10_its_positions_are_its_limit(reward_model):
     assert made.longest == 64
     fits, too_long = await made.scores(prompts_of([("p", "x" * 63), ("p", "x" * 64)]))
     assert isinstance(fits, float)
-    assert too_long == "cannot read 65 tokens, because its limit is 64; lower rollout.max_response_length"
+    assert too_long == "cannot read 65 tokens, because the model's limit is 64; lower rollout.max_response_length"
 
 
 def test_a_model_that_is_no_linear_function_of_a_causal_state_is_refused(start, reward_model, tmp_path):
