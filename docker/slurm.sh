@@ -49,7 +49,8 @@ all_joined='import ray, sys, time
 ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
 while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[2]):
     time.sleep(1)'
-timeout 300 "$python" -c "$all_joined" "$address" "$SLURM_JOB_NUM_NODES" &
+# Ray logs to stderr for a minute if its head has ended, so stderr is dropped. The messages of `ray start` name the cause.
+timeout --kill-after=5 300 "$python" -c "$all_joined" "$address" "$SLURM_JOB_NUM_NODES" 2>/dev/null &
 processes+=("$!")
 wait -n || true # ends when all nodes have joined, or when srun or the time limit has ended
 if kill -0 "$!" 2>/dev/null || ! wait "$!"; then

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from rltrain.base.balanced_parts import partition, refined
 
-Rows = list[int]
+RowIndices = list[int]
 
 
-def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step: int) -> list[Rows]:
+def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step: int) -> list[RowIndices]:
     """Return the rows of each mini-batch, in training order.
 
     Rows of the same prompt group are always in the same mini-batch. The mini-batches of an epoch differ in size by at
@@ -26,10 +26,10 @@ def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step
         seed: random seed of the run.
         step: number of the training step.
     """
-    members: dict[int, Rows] = {}
+    members: dict[int, RowIndices] = {}
     for row, uid in enumerate(uids):
         members.setdefault(uid, []).append(row)
-    chosen: list[Rows] = []
+    chosen: list[RowIndices] = []
     for epoch in range(epochs):
         groups = sorted(members)
         random.Random(f"{seed}/{step}/{epoch}").shuffle(groups)
@@ -39,7 +39,7 @@ def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step
     return chosen
 
 
-def rows_of_same_groups(uids: Sequence[int], chosen: Sequence[Rows], others: Sequence[int]) -> list[Rows]:
+def rows_of_same_groups(uids: Sequence[int], chosen: Sequence[RowIndices], others: Sequence[int]) -> list[RowIndices]:
     """For each mini-batch, return those rows of a second batch that share a prompt group with a row of the mini-batch.
 
     Args:
@@ -52,7 +52,7 @@ def rows_of_same_groups(uids: Sequence[int], chosen: Sequence[Rows], others: Seq
     return [[row for row, uid in enumerate(others) if uid in members] for members in groups]
 
 
-def balance(work: Sequence[int], rows: Rows, ranks: int) -> list[Rows]:
+def balance(work: Sequence[int], rows: RowIndices, ranks: int) -> list[RowIndices]:
     """Distribute `rows` over the ranks so that the largest amount of work on a rank is nearly minimal.
 
     No rank is empty if there are at least as many rows as ranks.
@@ -64,8 +64,8 @@ def balance(work: Sequence[int], rows: Rows, ranks: int) -> list[Rows]:
 
 
 def microbatches(
-    lengths: Sequence[int], rows: Rows, max_tokens: int, *, work: Sequence[int] | None = None, count: int = 0
-) -> list[Rows]:
+    lengths: Sequence[int], rows: RowIndices, max_tokens: int, *, work: Sequence[int] | None = None, count: int = 0
+) -> list[RowIndices]:
     """Split `rows` into micro-batches of at most `max_tokens` tokens and nearly equal work, in order of decreasing
     work.
 
@@ -96,7 +96,7 @@ def microbatches(
     return sorted(cuts, key=lambda cut: (-sum(work[row] for row in cut), cut))
 
 
-def _first_fit(lengths: Sequence[int], rows: Rows, max_tokens: int) -> list[Rows]:
+def _first_fit(lengths: Sequence[int], rows: RowIndices, max_tokens: int) -> list[RowIndices]:
     """Pack rows into micro-batches by first fit, in order of decreasing row length.
 
     If n is the smallest possible number of micro-batches, first fit needs at most 11/9 * n + 6/9 micro-batches (Dosa
@@ -105,7 +105,7 @@ def _first_fit(lengths: Sequence[int], rows: Rows, max_tokens: int) -> list[Rows
     Raises:
         ValueError: a row has more than `max_tokens` tokens.
     """
-    cuts: list[Rows] = []
+    cuts: list[RowIndices] = []
     room: list[int] = []
     for row in sorted(rows, key=lambda r: (-lengths[r], r)):
         if lengths[row] > max_tokens:
@@ -122,7 +122,7 @@ def _first_fit(lengths: Sequence[int], rows: Rows, max_tokens: int) -> list[Rows
     return cuts
 
 
-def _split(cuts: list[Rows], count: int, work: Sequence[int]) -> list[Rows]:
+def _split(cuts: list[RowIndices], count: int, work: Sequence[int]) -> list[RowIndices]:
     """Split micro-batches until there are `count` micro-batches.
 
     In each iteration, the micro-batch with the most work is divided into two. Micro-batches with only one row are never
@@ -139,8 +139,8 @@ def _split(cuts: list[Rows], count: int, work: Sequence[int]) -> list[Rows]:
 
 
 def assign_minibatch(
-    lengths: Sequence[int], rows: Rows, ranks: int, max_tokens: int, *, work: Sequence[int] | None = None
-) -> list[list[Rows]]:
+    lengths: Sequence[int], rows: RowIndices, ranks: int, max_tokens: int, *, work: Sequence[int] | None = None
+) -> list[list[RowIndices]]:
     """Return the micro-batches of each rank for one mini-batch. Every rank gets the same number of micro-batches.
 
     Ranks wait for each other in every micro-batch, so the rows are divided such that the k-th micro-batches of all

@@ -28,7 +28,7 @@ from rltrain.data.arrow_rows import table_rows
 from rltrain.data.rows import Rows
 from rltrain.settings.typed import require
 
-GRAMMAR = "ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]"
+# The name of a data set on the hub: ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION].
 _NAME = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
     r"(?::(?P<config>[^:@/]*))?(?::(?P<split>[^:@/]+))?(?:@(?P<revision>[^:@]+))?"

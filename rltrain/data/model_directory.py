@@ -33,7 +33,9 @@ def check_directory(path: str, key: str = "model.path") -> None:
     """
     where, folder = f"{key}={path}", local_directory(path)
     other = ", or model.path=builtin" if where.startswith("model.path") else ""
-    require(folder.exists(), f"{where}: no such directory; give the folder of a model, its ORG/NAME on the hub{other}")
+    require(
+        folder.exists(), f"{where}: no such directory; give the folder of a model, or its ORG/NAME on the hub{other}"
+    )
     require(folder.is_dir(), f"{where}: not a directory; give the folder that holds config.json and the weights")
     require(
         (folder / "config.json").is_file(), f"{where}: holds no config.json; give the folder that holds config.json"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 
 Metrics = Mapping[str, float]  # A mapping from the name of each metric to the value of the metric.
-Rows = Sequence[Mapping[str, Any]]  # The rows of a table; all rows have the same columns.
+TableRows = Sequence[Mapping[str, Any]]  # The rows of a table; all rows have the same columns.
 
 
 class Sink(Protocol):
@@ -90,7 +90,7 @@ class TakesConfig(Protocol):
 class TakesSamples(Protocol):
     """Optional interface of a sink that shows samples. A sample is an answer of the model."""
 
-    def log_samples(self, step: int, rows: Rows) -> None:
+    def log_samples(self, step: int, rows: TableRows) -> None:
         """Receive some samples of a training step.
 
         The trainer calls `log_samples` after `log_step`, in the steps that the config key `trainer.sample_every`
@@ -115,7 +115,7 @@ def replay(sink: Sink, rows: Iterable[Metrics]) -> None:
         sink.log_step(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
 
 
-def table_of(rows: Rows) -> dict[str, list[Any]]:
+def table_of(rows: TableRows) -> dict[str, list[Any]]:
     """Convert samples to a dict: `columns` lists the column names, and `data` has one list of values per sample."""
     columns = list(rows[0])
     return {"columns": columns, "data": [[row[name] for name in columns] for row in rows]}

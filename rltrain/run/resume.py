@@ -103,7 +103,7 @@ def _beginning(config: Config) -> Beginning:
     if trainer.resume == AUTO:
         return _auto(config, own)
     if trainer.resume == NEVER:
-        _require_no_checkpoints(trainer, own)
+        _require_no_checkpoints(own)
         return Beginning(None)
     checkpoint = _named(trainer.resume)
     _require_no_other_run(config, own, checkpoint)
@@ -234,7 +234,7 @@ def _is_published(checkpoint: Checkpoint, model: Path) -> bool:
     return all(there.exists(name) and list(there.checksum(name)) == entry for name, entry in of_model.items())
 
 
-def _require_no_checkpoints(trainer: TrainerConfig, own: Folder) -> None:
+def _require_no_checkpoints(own: Folder) -> None:
     steps = steps_in(own)
     require(
         not steps,
@@ -263,7 +263,7 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
         )
         _require_own_output(config, own)
         return
-    _require_no_checkpoints(trainer, own)
+    _require_no_checkpoints(own)
     for name in RUN_FILES:
         require(
             not (output / name).exists(),

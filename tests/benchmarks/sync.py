@@ -2,8 +2,8 @@
 
 The time for gathering alone is measured by calling `full_tensor()` on each tensor on both ranks and discarding the
 results. The time for loading alone is the time that the engine takes to reload its weights from tensors in its own
-memory. A weight sync gathers, transfers and loads the weights. Weight syncs are timed both with and without the weight
-checks of invariant E5.
+memory. A weight sync gathers, transfers and loads the weights. Weight syncs are timed both with and without the checks
+that the engine computes with exactly the weights that the ranks sent.
 """
 
 import asyncio

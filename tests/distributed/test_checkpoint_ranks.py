@@ -1,4 +1,4 @@
-"""Tests of invariant F4 over ranks: training can resume from a checkpoint on a different number of ranks."""
+"""Tests that training can resume from a checkpoint on a different number of ranks."""
 
 import asyncio
 

@@ -83,7 +83,7 @@ async def finish(pool: RewardPool) -> list[SampleScores]:
     return sorted(results, key=lambda result: result.key)
 
 
-# Tests of invariant G1
+# Tests that reward processes give the scores that the functions give in this process, and do not import torch
 
 
 GOLDEN = [
@@ -128,7 +128,7 @@ async def test_reward_processes_never_import_torch(functions, monkeypatch, runti
     assert pid != os.getpid()
 
 
-# Tests of invariant G2
+# Tests of reward functions that misbehave or whose file takes long to import
 
 
 def survivors(log: Path) -> list[int]:
@@ -194,7 +194,7 @@ async def test_G2_a_slow_start_does_not_count_as_a_call_that_takes_too_long(func
         assert await finish(pool) == [SampleScores((0, 1), (4.0,))]
 
 
-# Tests of invariant G3
+# Tests that every score belongs to its response
 
 
 async def test_G3_scores_belong_to_their_responses_while_workers_are_killed(functions):

@@ -1,4 +1,4 @@
-"""Tests of invariant G2: a reward function that damages its process ends in time and leaves no processes or files."""
+"""Tests that a reward function that damages its process ends in time and leaves no processes or files."""
 
 import asyncio
 import importlib.util

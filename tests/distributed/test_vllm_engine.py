@@ -1,4 +1,4 @@
-"""Tests of the vLLM engine in a worker process: invariants of the sections E and B."""
+"""Tests of the vLLM engine in a worker process: sampling, weight syncs, dying processes and refused models."""
 
 import asyncio
 import itertools
@@ -46,7 +46,7 @@ async def new_engine(path: str, *overrides: str) -> Role[RolloutWorker]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(ray_here, start, tmp_path_factory):
-    """Start an engine whose model directory sets default sampling parameters, which it must ignore (invariant E2)."""
+    """Start an engine whose model directory sets default sampling parameters, which the engine must ignore."""
     path = tmp_path_factory.mktemp("opinionated") / "model"
     shutil.copytree(start, path)
     opinion = {"temperature": 0.1, "top_p": 0.5, "top_k": 3, "repetition_penalty": 1.7, "eos_token_id": EOS_ID}
@@ -330,9 +330,9 @@ async def test_two_unfinished_turns_of_one_trajectory_are_both_answered(engine):
 
 
 async def weights_in_the_middle(engine: Role[RolloutWorker], models: dict[int, torch.nn.Module]) -> None:
-    """Check invariants E6 and E7 with weights that arrive while the engine generates an unknown token of an answer.
+    """Check that if new weights arrive during an answer, each token's log-prob is that of its version of the weights.
 
-    The check is repeated until an answer has tokens of two versions of the weights.
+    The weights arrive at an unknown token, so the check is repeated until an answer has tokens of two versions.
     """
     first, second = (buckets(model, version=version) for version, model in models.items())
     for attempt in range(20):

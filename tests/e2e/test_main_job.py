@@ -43,17 +43,14 @@ def test_ray_vllm_and_two_fsdp_ranks_train_end_to_end_and_leave_no_process(vllm_
     assert run.survivors == []
     check_outputs(run, 3)
     for row in run.metrics():
-        assert row["rollout/log_prob_gap_max"] < 1e-4  # E1: the log-probs of engine and trainer agree in float32.
+        assert row["rollout/log_prob_gap_max"] < 1e-4  # The log-probs of engine and trainer agree in float32.
         assert row["actor/grad_norm"] > 0
     assert run.metrics()[0]["rollout/log_prob_gap"] > 0  # A gap of 0 would mean that nothing was measured.
 
 
 @pytest.mark.usefixtures("settings_restored")
 def test_one_process_without_ray_trains_end_to_end_and_a_seed_reproduces_it(tmp_path):
-    """Invariants E7, E8: equal seeds give bitwise equal metrics, except for times.
-
-    Different seeds give different metrics.
-    """
+    """Equal seeds give bitwise equal metrics, except for times, and different seeds give different metrics."""
     common = [*SMALL, "placement=inprocess", "rollout=hf", "trainer.total_steps=3", "trainer.deterministic=true"]
     first, again = (train(tmp_path / name, *common) for name in ("first", "again"))
     other = train_here(tmp_path / "other", *common, "trainer.seed=1")
@@ -84,7 +81,7 @@ def test_every_preset_runs_with_kl_terms_on(tmp_path, algorithm):
     )  # fmt: skip
     assert run.status == 0, run.stderr
     first, second = run.metrics()
-    assert first["reward/kl"] == pytest.approx(0, abs=1e-6)  # D7: actor and reference are equal at first.
+    assert first["reward/kl"] == pytest.approx(0, abs=1e-6)  # Actor and reference are equal at first.
     assert second["reward/kl"] > 0
     assert first["actor/ref_kl"] > 0
     assert second["reward/kl_coef"] != first["reward/kl_coef"]

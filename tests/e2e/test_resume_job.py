@@ -1,4 +1,4 @@
-"""Invariant F4: a run that is killed at any moment and resumed gives the results of an undisturbed run."""
+"""Tests that a run that is killed at any moment and resumed gives the results of an undisturbed run."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Tests vLLM on a GPU together with the trainer: log-probs (E1), weight syncs (E5), sleeping and waking (E6).
+"""Tests vLLM on a GPU together with the trainer: log-probs, weight syncs, sleeping and waking up.
 
 The vLLM engine under test runs in a process of its own.
 """

@@ -83,7 +83,7 @@ def length_of(function):
 
 def texts():
     """Return the text of each text file in the project, keyed by the path relative to the project root."""
-    folders = ["rltrain", "workers", "config", "tests", "docker", "examples", ".ci"]
+    folders = ["rltrain", "workers", "config", "tests", "docs", "docker", "examples", ".ci"]
     inside = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
     files = [path for path in (*inside, *ROOT.iterdir()) if path.is_file() and not path.name.endswith(BINARY)]
     return {str(path.relative_to(ROOT)): path.read_text() for path in files}
@@ -129,8 +129,10 @@ def test_every_module_has_its_layer():
 
 
 def test_no_comment_or_message_names_an_invariant_by_a_code_that_only_another_document_explains():
-    code = re.compile(r"invariants? [A-Z]\d")
-    assert {str(path): code.search(path.read_text())[0] for path in SOURCES if code.search(path.read_text())} == {}
+    named = r"(?i:invariants?)\s+[A-Z](?:\d|\b)"
+    bare = r"# [A-H]\d{1,2}(?=[:,.]|$)|\([A-H]\d{1,2}\)"  # a comment that is or begins with a code, or one in brackets
+    code = re.compile(f"{named}|{bare}", re.MULTILINE)
+    assert {path: code.search(text)[0] for path, text in texts().items() if code.search(text)} == {}
 
 
 def test_no_file_names_a_path_of_somebodys_machine():

@@ -1,6 +1,6 @@
 """Whole runs in one process that sample prompts by difficulty, and train again on groups of earlier steps.
 
-The tests cover exact resumption (invariant F4), the staleness bound, and the ledger.
+The tests cover exact resumption, the staleness bound, and the ledger.
 """
 
 import json

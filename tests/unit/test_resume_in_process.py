@@ -1,4 +1,4 @@
-"""Tests of invariant F4, exact resumption, with whole runs in one process.
+"""Tests of exact resumption with whole runs in one process.
 
 Training for k steps, restarting from the checkpoint, and training for N-k steps must give the results of N steps bit
 for bit.

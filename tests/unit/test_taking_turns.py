@@ -1,4 +1,4 @@
-"""Tests that engines and training ranks take turns on one device (invariant E6).
+"""Tests that engines and training ranks take turns on one device.
 
 The fakes raise an error if engines and training ranks use the device at the same time.
 """

@@ -1,4 +1,4 @@
-"""Tests of truncated answers and failed rewards through the real trainer (invariants C4 and C5).
+"""Tests of truncated answers and failed rewards through the real trainer.
 
 Engines and reward workers are fakes, and in all tests but one, models are fakes too. The collector, the credit
 assignment and the trainer are real.
@@ -202,7 +202,7 @@ def test_there_are_eleven_normalisations_and_all_their_pairs():
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 async def test_C5_with_two_answers_the_whole_one_is_alone(estimator):
-    """The test uses the example of invariant C5, scores [1, 1] and [1, 100] with batch-mean normalisation."""
+    """The truncated answer's score, 1 or 100, does not affect the advantages of the finished answer."""
     batch_mean = dataclasses.replace(NONE, mean_level="batch")
     config = changed(advantage_estimator=estimator, reward_normalization=batch_mean)
     config = dataclasses.replace(

@@ -133,7 +133,7 @@ class EnvironmentWorker:
         """
         if not self.threaded:
             with outside_event_loop():
-                self.loop.run_until_complete(self._advance(timeout_s))
+                self.loop.run_until_complete(self._run_trajectories(timeout_s))
         with self.news:
             if self.threaded:
                 self.news.wait_for(lambda: self.finished or self.error, timeout_s)
@@ -144,7 +144,7 @@ class EnvironmentWorker:
             taken, self.finished = self.finished, []
         return taken
 
-    async def _advance(self, timeout_s: float) -> None:
+    async def _run_trajectories(self, timeout_s: float) -> None:
         """Run the trajectories until at least one trajectory ends, or until `timeout_s` seconds have passed."""
         deadline = time.monotonic() + timeout_s
         while self.running and not self.finished and not self.error and time.monotonic() < deadline:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rltrain.algorithms import effective_sample_size
 from rltrain.batch.data_proto import DataProto
-from rltrain.batch.row_assignment import Rows, assign_minibatch
+from rltrain.batch.row_assignment import RowIndices, assign_minibatch
 
 # Names of the metrics that `overhead_metrics` returns.
 OVERHEAD_METRICS = ("filler_fraction", "idle_fraction")
@@ -29,7 +29,7 @@ class Minibatch:
             no column `positive_mask`. The language-model loss of correct answers is divided by `num_positive_tokens`.
     """
 
-    microbatches: list[Rows]
+    microbatches: list[RowIndices]
     num_tokens: int
     num_sequences: int
     num_positive_tokens: int = 0
@@ -93,7 +93,7 @@ class UpdateResult:
 
 def split_rows(
     lengths: Sequence[int], ranks: int, max_tokens: int, *, work: Sequence[int] | None = None
-) -> list[list[Rows]]:
+) -> list[list[RowIndices]]:
     """Split all rows of a batch into micro-batches for each rank, and return the micro-batches.
 
     The docstring of `assign_minibatch` explains the argument `work`. The micro-batches of the last two splits are
@@ -105,14 +105,14 @@ def split_rows(
 @functools.lru_cache(maxsize=2)
 def _split_rows(
     lengths: tuple[int, ...], ranks: int, max_tokens: int, work: tuple[int, ...] | None
-) -> list[list[Rows]]:
+) -> list[list[RowIndices]]:
     return assign_minibatch(lengths, list(range(len(lengths))), ranks, max_tokens, work=work)
 
 
 def split_minibatches(
     batch: DataProto,
     lengths: Sequence[int],
-    minibatches: Sequence[Rows],
+    minibatches: Sequence[RowIndices],
     ranks: int,
     max_tokens: int,
     *,
@@ -148,7 +148,7 @@ def _row_sums(batch: DataProto, mask: Tensor) -> Tensor:
     return torch.segment_reduce(mask.float(), "sum", offsets=batch.offsets("response_mask"))
 
 
-def rows_read(microbatches: Sequence[Rows], lengths: Sequence[int]) -> Rows:
+def rows_read(microbatches: Sequence[RowIndices], lengths: Sequence[int]) -> RowIndices:
     """Return the indices of the rows that a rank reads to process its micro-batches, in ascending order.
 
     For an empty micro-batch, a rank processes the shortest row of the batch, so the rank must also read this row.
@@ -163,7 +163,7 @@ def rows_read(microbatches: Sequence[Rows], lengths: Sequence[int]) -> Rows:
     return sorted(rows)
 
 
-def renumbered(microbatches: Sequence[Rows], rows: Rows) -> list[Rows]:
+def renumbered(microbatches: Sequence[RowIndices], rows: RowIndices) -> list[RowIndices]:
     """Convert row indices of the whole batch to indices into `rows`, the list of rows that the rank reads."""
     place = {row: number for number, row in enumerate(rows)}
     return [[place[row] for row in some] for some in microbatches]
@@ -193,7 +193,7 @@ def overhead_metrics(
     }
 
 
-def collect_rows(parts: Sequence[DataProto], assigned: Sequence[Sequence[Rows]]) -> DataProto:
+def collect_rows(parts: Sequence[DataProto], assigned: Sequence[Sequence[RowIndices]]) -> DataProto:
     """Concatenate the rows that the ranks return, in the row order of the original batch."""
     order = torch.tensor([row for rank in assigned for rows in rank for row in rows])
     return DataProto.concat(parts, rows=order.argsort())

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from rltrain.batch.data_proto import DataProto
-from rltrain.batch.row_assignment import Rows, rows_of_same_groups
+from rltrain.batch.row_assignment import RowIndices, rows_of_same_groups
 from rltrain.batch.row_costs import RowWork
 from workers.cluster.processes import Pending, Role, results
 from workers.training.dispatch import (
@@ -63,7 +63,7 @@ class WorkerGroup(Generic[W_co]):
 
     async def rows(
         self,
-        method: Callable[[W_co, DataProto, list[Rows]], DataProto],
+        method: Callable[[W_co, DataProto, list[RowIndices]], DataProto],
         batch: DataProto,
         columns: Sequence[str],
         *,
@@ -163,7 +163,7 @@ class WorkerGroup(Generic[W_co]):
         shared: SharedColumns,
         batch: DataProto,
         columns: Sequence[str],
-        minibatches: Sequence[Rows],
+        minibatches: Sequence[RowIndices],
         max_tokens: int,
     ) -> tuple[list[tuple[DataProto, list[Minibatch]]], dict[str, float]]:
         """Split mini-batches over the ranks.

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol, runtime_checkable
 
 from rltrain.base.errors import described
-from rltrain.monitoring.sinks import Metrics, Rows, Sink, TakesConfig, TakesSamples
+from rltrain.monitoring.sinks import Metrics, Sink, TableRows, TakesConfig, TakesSamples
 
 # The queue of a sink holds at most 1000 calls. A training step adds one call to the queue, or up to three calls if the
 # step logs samples and an evaluation.
@@ -72,7 +72,7 @@ class BackgroundSink:
         """Pass the metrics of an evaluation to the wrapped sink."""
         self._put(partial(self.sink.log_eval, step, dict(metrics)))
 
-    def log_samples(self, step: int, rows: Rows) -> None:
+    def log_samples(self, step: int, rows: TableRows) -> None:
         """Pass samples of a training step to the wrapped sink, if the sink implements `TakesSamples`."""
         if isinstance(self.sink, TakesSamples):
             self._put(partial(self.sink.log_samples, step, rows))

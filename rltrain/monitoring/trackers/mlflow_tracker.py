@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rltrain.monitoring.sinks import Metrics, Rows, replay, table_of
+from rltrain.monitoring.sinks import Metrics, TableRows, replay, table_of
 from rltrain.monitoring.trackers.run_ids import RunIds
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class MlflowTracker:
         """Add one value to the history of each given metric in MLflow."""
         self.log_step(step, metrics)
 
-    def log_samples(self, step: int, rows: Rows) -> None:
+    def log_samples(self, step: int, rows: TableRows) -> None:
         """Log the samples as the MLflow artifact `samples/step_N.json`, in the `split` format of pandas tables."""
         assert self.client is not None, "`restore` must be called before `log_samples`"
         self.client.log_dict(self.run_id, table_of(rows), f"samples/step_{step:06d}.json")

@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rltrain.monitoring.sinks import Metrics, Rows, replay, table_of
+from rltrain.monitoring.sinks import Metrics, TableRows, replay, table_of
 from rltrain.monitoring.trackers.run_ids import RunIds
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class TrackioTracker:
         """Log a row with the metrics of an evaluation to the trackio run."""
         self.log_step(step, metrics)
 
-    def log_samples(self, step: int, rows: Rows) -> None:
+    def log_samples(self, step: int, rows: TableRows) -> None:
         """Log a row that contains the samples as a trackio table named `samples`."""
         import trackio
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from rltrain.base.errors import ConfigError, described
-from rltrain.monitoring.sinks import Metrics, Rows, replay, table_of
+from rltrain.monitoring.sinks import Metrics, TableRows, replay, table_of
 from rltrain.monitoring.trackers.run_ids import RunIds
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class WandbTracker:
         """Add the metrics of an evaluation to the W&B row of the training step `step`."""
         self.log_step(step, metrics)
 
-    def log_samples(self, step: int, rows: Rows) -> None:
+    def log_samples(self, step: int, rows: TableRows) -> None:
         """Add the samples to the W&B row of the training step `step`, as a table named `samples`."""
         import wandb
 

@@ -1,4 +1,4 @@
-"""Tests of invariants C, on how rows may affect each other's advantages, for every registered estimator.
+"""Tests of how rows may affect each other's advantages, for every registered estimator.
 
 Each estimator's registration declares the rows that share statistics: a group, the batch, or none.
 """

@@ -1,4 +1,4 @@
-"""Tests invariant H1: every hyperparameter ("knob") of every registered function has an effect."""
+"""Tests that every hyperparameter ("knob") of every registered function has an effect."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests invariants B: masked slots have no effect, and every function computes in the intended dtypes."""
+"""Tests that masked slots have no effect, and that every function computes in the intended dtypes."""
 
 import pytest
 import torch

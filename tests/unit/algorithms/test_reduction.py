@@ -1,4 +1,4 @@
-"""Tests invariants A: changes such as another split of a mini-batch or masked rows must not affect its gradient.
+"""Tests that neither the split of a mini-batch into micro-batches nor masked rows affect its gradient.
 
 The tests cover every combination of loss term and aggregation mode.
 """

@@ -78,7 +78,7 @@ def test_a_limit_takes_the_first_prompts_that_fit(tmp_path):
     assert ([p.text for p in prompts], prompts.filtered) == (["x", "xxx"], 1)
 
 
-# Tests of invariant E9: the chat template is applied once, and a prompt has at most one begin token
+# Tests that the chat template is applied once, and that a prompt has at most one begin token
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "bot", "content": "yo"}, {"role": "user", "content": "?"}]
@@ -125,7 +125,7 @@ def test_an_end_token_that_the_tokenizer_adds_does_not_end_the_prompt(tmp_path):
     assert prompt.ids == [BOS, *coded("hi")]
 
 
-# Tests of invariant E10: prompts are never cut silently
+# Tests that prompts are never cut silently
 
 
 def test_E10_an_overlong_prompt_is_refused_with_its_line_and_length(tmp_path):

@@ -355,7 +355,7 @@ def test_an_object_that_can_be_called_is_a_function_too():
     assert bind(Length(0.5))("p", "abcd", {}) == 2.0
 
 
-# Tests of invariant G1: the scores of final answers
+# Tests of the scores of final answers
 
 
 GOLDEN = [

@@ -89,7 +89,7 @@ def test_every_algorithm_passes(algorithm):
         (["data.val=no.jsonl"], "data.val=no.jsonl: no such file"),
         (["data.train=builtin:mediam"], "unknown built-in task; the nearest is 'builtin:median', and all tasks are"),
         (["data.train=builtin:sort"], "with the reward of task median: every answer would be wrong; use data=sort"),
-        (["model.path=no"], "model.path=no: no such directory; give the folder of a model, its ORG/NAME on the hub"),
+        (["model.path=no"], "model.path=no: no such directory; give the folder of a model, or its ORG/NAME on the hub"),
         (["rollout.max_response_length=1009"], "= 1025 tokens: the model has 1024 positions"),
         (["model.lora={rank:4,targets:[q]}"], "model.lora.targets: no layer is called 'q'; the nearest is 'q_proj'"),
         (

@@ -1,4 +1,4 @@
-"""Tests of trajectories with several contexts (invariants T2 and T3).
+"""Tests of trajectories with several contexts.
 
 The same conversations are recorded in two ways: as turns that continue one context, and as turns that each repeat the
 whole conversation in a new context. In both recordings, the same tokens stand before each sampled token in its context,

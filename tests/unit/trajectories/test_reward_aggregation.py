@@ -125,7 +125,7 @@ def test_a_gate_at_or_below_0_silences_the_others_and_one_that_does_not_apply_is
     made = batch(config_of(gate="true"), rows)
     # the components keep the values that the reward functions returned
     assert made.batch["reward_components"][:, 1].tolist() == [3.0] * 4
-    assert on_last_token(made, made.batch["scores"]).tolist() == [0.0, 7.0, 0.0, 0.0, 0.0, -1.0, 0.0, 6.0]  # B8
+    assert on_last_token(made, made.batch["scores"]).tolist() == [0.0, 7.0, 0.0, 0.0, 0.0, -1.0, 0.0, 6.0]
 
 
 def test_normalize_then_sum_takes_each_function_in_units_of_its_own_group():

@@ -372,7 +372,8 @@ def test_a_cut_answer_goes_on_with_gamma_times_the_value_of_its_end_and_a_finish
     cut = first + 0.324, second + 0.72
     assert result.padded("advantages").tolist() == [pytest.approx([first, second]), pytest.approx(list(cut))]
     assert result.padded("returns")[1].tolist() == pytest.approx([cut[0] + 0.5, cut[1] + 0.25])
-    assert torch.equal(result.values("token_level_rewards"), made.values("token_level_rewards"))  # B8
+    # the critic's value of the last state is not added to the token rewards
+    assert torch.equal(result.values("token_level_rewards"), made.values("token_level_rewards"))
 
 
 def test_a_user_estimator_without_a_gamma_gets_the_value_undiscounted(monkeypatch):

@@ -1,4 +1,4 @@
-"""Tests of invariant B9: text from tools changes no statistic, score, penalty or advantage of the sampled tokens."""
+"""Tests that text from tools changes no statistic, score, penalty or advantage of the sampled tokens."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Tests of invariant B8 for conversations: token rewards sum to the score, and turns earn their own rewards."""
+"""Tests that in conversations, the token rewards sum to the score, and each turn gets its own reward."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests that packed forward passes equal forward passes over one row at a time (invariants B1, B3, B5, B6)."""
+"""Tests that packed forward passes equal forward passes over one row at a time."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests of the check that a model computes each row of a pack independently of the other rows (invariant B6)."""
+"""Tests of the check that a model computes each row of a pack independently of the other rows."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Tests of variable-length attention, in which one kernel call handles all rows of a pack (invariant B6).
+"""Tests of variable-length attention, in which one kernel call handles all rows of a pack.
 
 A slow function that runs on the CPU and has the kernel's signature replaces the kernel.
 """

@@ -109,7 +109,7 @@ def expected(number: int, functions: int) -> SampleScores:
     return SampleScores((number // 8, number % 8), tuple(float(number) * 10**f for f in range(functions)))
 
 
-# Tests of invariant G3: every score belongs to its response
+# Tests that every score belongs to its response
 
 
 @pytest.mark.parametrize("seed", range(6))

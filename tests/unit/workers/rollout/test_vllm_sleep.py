@@ -1,4 +1,4 @@
-"""Tests of the order of the calls that put vLLM to sleep and wake vLLM up (invariant E6).
+"""Tests of the order of the calls that put vLLM to sleep and wake vLLM up.
 
 In these tests, a fake vLLM core records the calls.
 """

@@ -192,7 +192,7 @@ def test_a_sender_takes_part_in_the_buckets_in_which_it_has_rows_or_must_gather(
     assert sender.offer(None).takes_part == [True] * len(sender.layout)
 
 
-# Tests of checksums and probes (invariant E5)
+# Tests of the checksums and probes that detect wrong weights
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
