@@ -100,8 +100,8 @@ def build_environment_worker(
         environments: The environments and tools of the run.
         spawn: Function that takes the index of a worker and starts a process for the worker.
         number: Index of the environment worker.
-        starts: Number of earlier processes of the worker. The name of the worker ends with the number of earlier
-            processes, so that the name is unique.
+        starts: Number of earlier processes of the worker. The name of the worker ends with the number of the worker's
+            earlier processes, so that each process of the worker gets a different name.
         threaded: Whether the worker runs its trajectories in a separate thread.
     """
     process, name = spawn(number), f"{ENVIRONMENT} {number}.{starts}"
@@ -420,8 +420,8 @@ def _no_cluster(address: str, error: Exception) -> ConfigError:
 
 def _no_reports() -> None:
     """Keep Ray from printing a long report of each failed process or call, because the run itself reports failures."""
-    # If several ranks fail, the run raises only the error of the first rank. Unless RAY_IGNORE_UNHANDLED_ERRORS is set,
-    # Ray prints the errors of all other failed ranks.
+    # If several ranks fail, the run raises only the error of the first rank that failed. Ray would print the errors of
+    # the other failed ranks if the environment variable RAY_IGNORE_UNHANDLED_ERRORS were not set.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with contextlib.suppress(ImportError):
         from ray._private import worker
@@ -689,7 +689,7 @@ def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> Wor
 
 
 def work_of(role: str, path: str) -> RowWork:
-    """Return the counts of multiply-adds that estimate the cost of a row in a role's forward pass.
+    """Return the numbers of multiply-adds from which the cost of a row in a role's forward pass is estimated.
 
     Only the actor, the reference model and the teachers have an output head over the vocabulary.
     """

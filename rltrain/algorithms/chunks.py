@@ -69,8 +69,8 @@ class RunningSoftmax:
         Args:
             rows: the positions whose logits are in the chunk.
             chunk: logits (rows, columns) of the positions `rows` for some vocabulary entries.
-            values: values (rows, columns) whose softmax-weighted mean is computed, for the same positions and
-                vocabulary entries as in `chunk`; or None.
+            values: tensor (rows, columns) with one value for each logit in `chunk`, or None. The softmax-weighted mean
+                of these values is computed for each position.
         """
         before = self.top[rows]
         top = torch.maximum(before, chunk.amax(-1))

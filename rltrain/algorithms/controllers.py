@@ -35,7 +35,7 @@ class AdaptiveKLController(FixedKLController):
     e = clip(KL / target - 1, -0.2, 0.2);   kl_coef <- kl_coef * (1 + e * n_steps / horizon)
 
     KL is the divergence measured since the last update, in the unit of `target`. The number n_steps counts the
-    sequences that were processed since the last update. The time constant `horizon` is measured in sequences too.
+    sequences that were processed since the last update. The time constant `horizon` is also a number of sequences.
     """
 
     def __init__(self, kl_coef: float, target: float, horizon: int) -> None:
@@ -104,8 +104,8 @@ class AdaptiveEntropyController(FixedEntropyController):
     - The coefficient c has the upper bound `maximum`, which is 0.005 in the training script of Skywork-OR1. Without an
       upper bound on c, an unreachable target makes the entropy bonus outweigh the reward. `load_state_dict` reduces a
       saved coefficient above `maximum` to `maximum`.
-    - If `update` is called after each training step, the entropy of the previous step, not of the current step,
-      switches the entropy bonus on or off.
+    - If `update` is called after each training step, the entropy of the previous training step, not of the current
+      training step, decides whether the entropy bonus is on.
     """
 
     def __init__(self, entropy_coef: float, target: float, step: float, maximum: float) -> None:

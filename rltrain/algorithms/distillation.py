@@ -56,5 +56,6 @@ def sampled_teacher_kl(log_probs: Tensor, old_log_probs: Tensor, teacher_log_pro
     now = masked(log_probs, mask)
     difference = safe_log_ratio(now.detach(), teacher_log_probs, mask)
     weight = safe_log_ratio(now.detach(), old_log_probs, mask).exp() * difference
-    # `now` holds the policy's log-probs. The difference `now - now.detach()` is 0 and has the gradient of `now`.
+    # `now` holds the policy's log-probs. The difference `now - now.detach()` has the value 0 and the gradient of `now`,
+    # so the second term of the sum changes only the gradient of the result, not its value.
     return torch.where(mask, weight + weight * (now - now.detach()), 0)

@@ -26,8 +26,8 @@ def full_kl(
 
     `hidden` (N, H) holds the policy's last hidden states, and `head` (V, H) holds the weights of the policy's output
     layer. `ref_hidden` (N, H') and `ref_head` (V, H') are the hidden states and output weights of the reference model,
-    which gets no gradient. The returned KL has the shape (N,) and is never negative. The module `kl` contains
-    estimators that compute the KL from the log-probs of sampled tokens alone.
+    which gets no gradient. The returned KL has the shape (N,) and is never negative. In contrast,
+    the module `rltrain.algorithms.kl` contains estimators of the KL that need only the log-probs of sampled tokens.
 
     A vocabulary entry of probability 0 under the policy adds exactly 0 to the KL and has no gradient. If both models
     have a logit of -inf for a vocabulary entry, the entry adds 0 to the KL. If only the reference has a logit of -inf
@@ -41,8 +41,9 @@ def full_kl(
     and float32 if the matrix products have a narrower dtype.
 
     `full_kl` takes no mask, so the caller must pass the hidden states of only the trained positions. The KL at a
-    position is a sum over the whole vocabulary and does not depend on the token that was sampled there. The KL
-    therefore needs no importance ratio for the sampled token.
+    position is a sum over the whole vocabulary and does not depend on the token that was sampled there. Because
+    the exact KL does not depend on the sampled token, the KL needs no importance ratio that corrects for the policy
+    that sampled the token.
 
     Raises:
         ValueError: if `temperature` is not finite and above 0, if `chunk_size` is below 1, or if policy and reference
@@ -83,8 +84,8 @@ class _FullKL(torch.autograd.Function):
                 policy.add(rows, chunk, chunk - ref_chunk)
                 reference.add(rows, ref_chunk)
         # The KL is policy.mean - (policy.log_sum - reference.log_sum), where each `log_sum` is top + log(total). The
-        # code below subtracts `top` and divides `total` separately, which avoids the rounding error of computing each
-        # `log_sum`.
+        # code below computes the difference of the two `log_sum` values from the `top` and `total` of both models,
+        # which avoids the rounding error of adding `top` and log(total) first.
         kl = policy.mean - (policy.top - reference.top) - (policy.total / reference.total).log()
         ctx.save_for_backward(hidden, head, ref_hidden, ref_head, policy.log_sum, reference.log_sum, kl)
         ctx.temperature, ctx.size = temperature, size

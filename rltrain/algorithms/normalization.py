@@ -27,7 +27,7 @@ class Statistics(NamedTuple):
 
 
 def group_index(uid: Tensor) -> Tensor:
-    """Map the group ids `uid` (B,) to an index below B for each row; rows with the same `uid` get the same index."""
+    """Return an index from 0 to B - 1 for each of the B rows; rows with the same group id `uid` get the same index."""
     index: Tensor = torch.unique(uid, return_inverse=True)[1]
     return index
 
@@ -271,8 +271,8 @@ def normalize_advantages(
     rows = torch.ones_like(uid, dtype=torch.bool) if counted is None else as_mask(counted)
     trained = as_float(advantages.detach())[mask]
     group, member = (row[:, None].expand(mask.shape)[mask] for row in (uid, rows))
-    # `group_sum` needs group indices below the number of trained tokens. A batch can have more groups than trained
-    # tokens, so only groups with a trained token get an index.
+    # `group_sum` works only if each group index is below the number of trained tokens. A batch can have more groups
+    # than trained tokens, so groups without a trained token must not get an index.
     group = group_index(group)
     result = _normalized(trained.double(), group, member, levels).to(trained.dtype)
     return torch.zeros_like(mask, dtype=trained.dtype).masked_scatter(mask, result)

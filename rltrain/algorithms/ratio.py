@@ -45,8 +45,8 @@ def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Te
 def row_log_ratio(log_ratio: Tensor) -> Tensor:
     """Sum the log-ratios of each row, and return the sums (B, 1) without gradient.
 
-    The log-ratios come from `safe_log_ratio`. The sum of each row is clamped to [-20, 20]. The exponential of the sum
-    is the importance ratio of the whole row, pi(y) / pi_old(y).
+    `log_ratio` is a result of `safe_log_ratio`. The sum of each row is clamped to [-20, 20]. The exponential of a row's
+    sum is the importance ratio pi(y) / pi_old(y) of the row's whole answer y.
     """
     return log_ratio.detach().sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -124,8 +124,8 @@ def policy_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tens
 
     Args:
         log_ratio: (B, T), the logarithm of each token's probability ratio, as returned by `safe_log_ratio`.
-        ratio: (B, T), each token's probability ratio. The metric `ratio_mean` is the sum of `ratio` over the trained
-            tokens.
+        ratio: (B, T), each token's probability ratio. The value returned as `ratio_mean` is the sum of `ratio` over the
+            trained tokens, and not yet the mean.
         clipped: bool mask (B, T) of the tokens that have no gradient because of clipping. The mask leaves out the
             tokens that only the dual clip affects. For a loss that removes no gradient, `clipped` is False everywhere.
         mask: bool mask (B, T) of the trained tokens.

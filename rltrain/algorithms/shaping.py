@@ -62,8 +62,8 @@ def group_length_reward(lengths: Tensor, uid: Tensor, correct: Tensor, counted: 
     the same length, or if the group has fewer than two counted answers, all rows of the group get 0.
 
     A row that is not `counted` (B,), such as a truncated answer that is excluded from the statistics, does not affect
-    min_l or max_l. A row that is not counted gets the length reward of the formula above, with lambda clamped to
-    [-0.5, 0.5], because its length can lie outside of [min_l, max_l].
+    min_l or max_l. The length of a row that is not counted can lie outside of [min_l, max_l], so lambda is clamped to
+    [-0.5, 0.5].
     """
     counted, group, lengths = as_mask(counted), group_index(uid), as_float(lengths)
     empty, inf = torch.zeros_like(lengths), torch.inf

@@ -16,8 +16,9 @@ def value_loss(
     V are the critic's current values, V_old are the values that were computed when the batch was collected, and R are
     the returns. The bound c is the knob `clip_range_value`; with c = inf, values are not clipped. The squared error
     comes from arXiv 1707.06347 eq. 9. The clipping of the values comes from the code of the authors of arXiv 1707.06347
-    (see arXiv 2005.12729), not from the paper itself. Only `values` gets a gradient. The gradient is 0 where the
-    squared error of the clipped value is larger than the squared error of the unclipped value.
+    (see arXiv 2005.12729), not from the paper itself. Of the tensor arguments, only `values` gets a
+    gradient. The gradient is 0 where the squared error of the clipped value is larger than the squared error of the
+    unclipped value.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction`, `value_mean` and `return_mean`.
@@ -35,8 +36,8 @@ def value_loss(
     change = new - old
     beyond = change.abs() > clip_range_value
     # Where a value is inside the clip range, use `new` itself, because old + (new - old) can differ from `new` by
-    # rounding. A value counts as clipped if its clipped error is larger than its unclipped error, so the two errors
-    # must be bitwise equal inside the clip range.
+    # rounding. The metric `clip_fraction` counts a value as clipped if the error of the clipped value is larger than
+    # the error of the unclipped value, so the two errors must be bitwise equal inside the clip range.
     clipped = torch.where(beyond, old + change.clamp(-clip_range_value, clip_range_value), new)
     error, clipped_error = (new - target).square(), (clipped - target).square()
     metrics = {

@@ -111,8 +111,8 @@ def _exchange(
         at = bisect_left(back, (weights[index] - gap // 2, NONE))
         for weight, other in back[max(at - 1, 0) : at + 1]:
             apart = abs(gap - 2 * (weights[index] - weight))
-            # If `index` moves from `heavy` to `light`, and `other` moves from `light` to `heavy`, the sum of the sizes
-            # in `light` grows by `more`.
+            # The sum of the sizes in `light` grows by `more` if `index` moves from `heavy` to `light`, and `other`
+            # (unless it is NONE) moves from `light` to `heavy`.
             more = sizes[index] - (0 if other == NONE else sizes[other])
             if apart < best and -room_heavy <= more <= room_light:
                 best, found = apart, (index, other)

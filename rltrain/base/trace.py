@@ -189,8 +189,8 @@ def span(name: str, track: str = "", *, merged: bool = False, **args: Any) -> "_
         name: label of the event in the timeline.
         track: name of the timeline row. By default, the track has the name of the current asyncio task.
         merged: whether the event may be merged with an event of the same name that ended at most 5 ms before the start
-            of the new event. Merging replaces thousands of short events by one event. When two events are merged, each
-            value in the `args` of the merged event is the sum of the values of the two events.
+            of the new event. Merging can replace thousands of short events by one event. When two events are merged,
+            each value in the `args` of the merged event is the sum of the values of the two events.
         args: details of the event, as plain JSON values. If `merged` is true, the values in `args` must be numbers.
     """
     if _recorder is None:

@@ -135,9 +135,9 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
     Args:
         parts: for each source batch, a mapping from column names to columns. All batches in `parts` have the same
             column names.
-        rows: row numbers of the rows to copy, an int64 array in the order of the new batch's rows. The rows of all
-            batches in `parts` are numbered consecutively: the numbers of a batch continue after the last row of the
-            previous batch. If `rows` is None, all rows of all batches are copied.
+        rows: int64 array with the indices of the rows to copy, in the order of the new batch's rows. The indices count
+            the rows of all batches in `parts` one after another: if the first batch has 4 rows, the first row of the
+            second batch has index 4. If `rows` is None, all rows of all batches are copied.
     """
     routes: dict[tuple[int, ...], Route] = {}
     taken = {}
@@ -186,7 +186,7 @@ class Route(NamedTuple):
 
     Attributes:
         pieces: ranges of contiguous values to copy, in the order of the new batch's rows. The range (part, start, stop)
-            holds the values from `start` to `stop` - 1 of the source column with the index `part`.
+            stands for the values with the indices `start` to `stop` - 1 in the column of the source batch `part`.
         total: number of values that the column has in all rows of the new batch together.
         offsets: offsets of the new batch's rows in a jagged column; None for dense columns.
     """
@@ -217,7 +217,9 @@ def _edges(column: Column) -> np.ndarray:
 
 
 def _runs(owners: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[tuple[int, int, int]]:
-    """Convert selected rows to ranges (part, start, stop) of contiguous values, where `part` is the index of a batch.
+    """Convert the selected rows of several source batches to ranges of contiguous values.
+
+    A range is a tuple (part, start, stop): the values `start` to `stop` - 1 of the source batch with the index `part`.
 
     If the values of a selected row directly follow the values of the previous selected row in the same source batch,
     the two rows are in one range.

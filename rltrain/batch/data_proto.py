@@ -339,9 +339,9 @@ class DataProto:
 
         Args:
             parts: the batches to concatenate.
-            rows: int64 indices of the rows to take, in the order of the result. The indices run through the rows of all
-                batches in `parts`: the index of a batch's first row is 1 more than the index of the previous batch's
-                last row. If `rows` is None, all rows of all batches are taken in order.
+            rows: int64 indices of the rows to take, in the order of the result. The indices count the rows of all
+                batches in `parts` one after another: if the first batch has 4 rows, the first row of the second batch
+                has index 4. If `rows` is None, all rows of all batches are taken in order.
 
         Raises:
             ValueError: the parts have different columns, or `parts` is empty.

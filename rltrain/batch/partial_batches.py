@@ -13,7 +13,7 @@ def joined_rows(
 ) -> DataProto:
     """Return the rows `rows` and the columns `columns` of a batch that is distributed over several partial batches.
 
-    If a partial batch has exactly the rows in `rows`, the values of its columns are not copied.
+    If a partial batch has exactly the rows in `rows`, the columns taken from this partial batch are not copied.
 
     Args:
         parts: the partial batches that together form the whole batch. Every value to return (a row in `rows`, a column

@@ -35,7 +35,7 @@ class RowWork:
 
     Attributes:
         token: number of multiply-adds per token in the weight matrices of all layers, without the vocabulary head.
-        output: number of multiply-adds per response token in the vocabulary head.
+        output: number of multiply-adds in the vocabulary head for each response token.
         attention: for each group of layers with the same attention window, the pair (window, multiply-adds per pair of
             tokens). An attention window of None means that a token attends to all preceding tokens.
     """

@@ -48,8 +48,9 @@ class Packet(NamedTuple):
     """The pickled form of the columns of a batch.
 
     Attributes:
-        tensors: for each tensor column, a tuple (name, dtype, shape, index, bytes). For a jagged column, the offsets of
-            its rows are `families[index]`. For a dense column, which has no offsets, index is -1.
+        tensors: for each tensor column, a tuple (name, dtype, shape, index, bytes). The row offsets of a jagged column
+            are `families[index]`, where `index` is the fourth item of the column's tuple. For a dense column, which has
+            no row offsets, the fourth item of the tuple is -1.
         families: arrays of row offsets, each as the bytes of int64 numbers. Jagged columns that have the same row
             lengths share one array of row offsets.
         others: all columns that are not tensors. A column of strings is stored as (name, UTF-8 bytes, bytes of int64
@@ -64,7 +65,8 @@ class Packet(NamedTuple):
 
 def objects(column: Any) -> np.ndarray:
     """Convert a sequence of B objects of any type to an object array (B,)."""
-    # If the objects are lists of equal length, np.array would return a two-dimensional array; np.fromiter does not.
+    # np.array would convert a list of B equally long lists to a two-dimensional array. np.fromiter always returns a
+    # one-dimensional array.
     return np.fromiter(column, dtype=object, count=len(column))
 
 

@@ -67,7 +67,8 @@ class _Pool:
 
     Attributes:
         passes: number of passes through the pool that have begun.
-        left: prompt indices that the current pass has not drawn yet. The next draw takes the last index in `left`.
+        left: prompt indices that the current pass has not drawn yet. The next draw from the pool takes the
+            last prompt index in `left`.
         returned: indices of the prompts that the next pass through the pool will draw, in the order in which the
             prompts were put into the pool.
     """
@@ -125,7 +126,7 @@ class PromptPools:
         return [self._draw() for _ in range(count)]
 
     def at(self, position: int) -> int:
-        """Return the prompt index of the draw at `position`, which belongs to an unfinished training step."""
+        """Return the index of the prompt that draw number `position` took, for an unfinished training step."""
         return self._in_flight[position]
 
     def give_back(self, outcomes: Mapping[int, tuple[int, int]]) -> None:
@@ -134,8 +135,8 @@ class PromptPools:
         If the new group of a prompt has no judged answer, the prompt keeps the success rate of its previous group.
 
         Args:
-            outcomes: for each draw that the step has used or discarded, a pair (number of correct answers, number of
-                judged answers) for the drawn prompt. The keys of `outcomes` are the positions of the draws.
+            outcomes: maps the number of each draw that the training step has used or discarded to a pair (number of
+                correct answers, number of judged answers) for the drawn prompt.
         """
         for position, (correct, judged) in sorted(outcomes.items()):
             assert 0 <= correct <= judged <= _LARGEST, f"invalid outcome: {correct} of {judged} answers are correct"

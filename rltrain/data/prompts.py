@@ -68,7 +68,7 @@ class PromptSet(Sequence[Prompt]):
 
     Attributes:
         source: the source of the prompts, as written in the config.
-        where: the config key and the source of the prompts, in the form that error messages show.
+        where: text that names the config key and the source of the prompts in error messages.
         columns: names of the data columns that reward functions get.
         filtered: number of prompts that were left out because they are too long.
         notes: one-line messages for the user about the prompts.

@@ -26,8 +26,8 @@ from typing import Any
 
 from rltrain.base.process_limits import limit_memory
 
-# The first i + 1 chats of a rendering request may together use at most chat_seconds + i * MEAN_SECONDS seconds of
-# processor time.
+# Seconds by which each further chat of a rendering request raises the limit on processor time: the first i + 1 chats
+# may together use at most chat_seconds + i * MEAN_SECONDS seconds.
 MEAN_SECONDS = 0.02
 OUT_OF_MEMORY = 77  # Exit status of a rendering process that runs out of memory.
 

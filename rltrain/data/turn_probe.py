@@ -184,7 +184,7 @@ def _require_same(renderer: "TurnRenderer", row: Sequence[int], whole: Sequence[
     Args:
         renderer: the checked renderer, which has built the conversation turn by turn.
         row: token ids of the conversation that was built turn by turn.
-        whole: token ids that the chat template gives when it renders the whole conversation in `row` at once.
+        whole: token ids of the same conversation, if the chat template renders the whole conversation at once.
         answers: texts of the assistant's answers. An answer that contains control tokens is split at these tokens.
     """
     ours, theirs = _pieces(renderer, row), _pieces(renderer, whole)
@@ -224,7 +224,7 @@ def _compared(text: str, answers: Sequence[str]) -> str:
 def _pieces(renderer: "TurnRenderer", ids: Sequence[int]) -> list[tuple[int | None, list[int]]]:
     """Split `ids` into pairs (id of a control token, list of the ids up to the next control token).
 
-    The first pair is (None, list of the ids before the first control token).
+    The first of the returned pairs is (None, list of the ids before the first control token).
     """
     pieces: list[tuple[int | None, list[int]]] = [(None, [])]
     special = renderer.special_ids - {*renderer.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])}

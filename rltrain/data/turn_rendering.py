@@ -42,7 +42,7 @@ class Anchor:
 
     Attributes:
         message: the placeholder message of the assistant.
-        marks: number of occurrences of the renderer's `mark`, a known word, in the rendered message.
+        marks: how often the rendered message contains the known word `TurnRenderer.mark`.
         markup: text that the template writes between the last occurrence of the renderer's `mark` and the end of the
             last tool call, such as closing brackets; "" if the message has no tool calls.
         closing: text that the template writes after the answer if no other message follows.
@@ -66,7 +66,7 @@ class TurnRenderer:
         templates: object that renders messages; by default a new `ChatTemplates`.
 
     Attributes:
-        tokenizer, tools, stop_ids: the arguments of the constructor.
+        tokenizer, tools, stop_ids: the constructor's arguments with the same names.
         special_ids: `stop_ids`, and the ids of all control tokens except the unknown token.
         mark: known word in the placeholder messages that replace sampled answers; the word occurs in no tool's schema.
     """
@@ -286,7 +286,8 @@ class TurnRenderer:
             except TemplateError as error:
                 refusal = refusal or error
                 continue
-            if self.mark not in text:  # Each tool call contains `mark`, so the template has written no tool call.
+            # Each tool call of `message` contains `mark`, so a text without `mark` has no tool call.
+            if self.mark not in text:
                 return self.answer_anchor
             markup, closing = self._ended(text.rpartition(self.mark)[2])
             return Anchor(message, text.count(self.mark), markup, closing)

@@ -171,7 +171,8 @@ def recorded_call(id: str, name: Any, arguments: Any) -> Mapping[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(valid_unicode(arguments) or "{}")
-            json.dumps(arguments, ensure_ascii=False).encode()  # `encode` refuses unpaired surrogates.
+            # If the arguments contain an unpaired surrogate, `encode` raises UnicodeEncodeError, a ValueError.
+            json.dumps(arguments, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             raise ApiError("the arguments of a tool call are not valid JSON") from None
     return {"id": id, "type": "function", "function": {"name": str(name), "arguments": arguments}}

@@ -365,7 +365,7 @@ def _enclosed(
         reopening: mark with which the next tool call in the text would start; None if the next tool call would start
             with the same mark as this tool call.
         fence: mark that ends the fenced code block around the tool call's JSON value; "" if the JSON value is not in a
-            code block. The text has this mark before the tool call's closing mark.
+            code block. In the model's text, only white space may be between `fence` and `closing`.
     """
     body = start + len(opening)
     try:

@@ -25,7 +25,7 @@ class StepHistory:
         return len(self._whole) + len(self._between["step"])
 
     def append(self, row: dict[str, float]) -> None:
-        """Add the metrics of the next step. All metrics that `CURVES` lists must be included."""
+        """Add the metrics of the next training step. `row` must contain all metrics that `CURVES` lists."""
         if len(self._whole) > 1:
             last = self._whole.pop()
             for name, column in self._between.items():

@@ -126,8 +126,8 @@ class _Process:
         # For events that may be nested, `rows` maps the name of a track (a group of events) to the timeline rows that
         # show the events of the track.
         self.rows: dict[str, list[_Row]] = {}
-        # For events that must not be nested, `free` maps the name of a track to a heap with one pair per thread of the
-        # track: (end time of the thread's latest event, thread number).
+        # For events that must not be nested, `free` maps the name of a track to a heap. The heap has one pair for each
+        # thread of the track: the end time of the thread's latest event, and the thread number.
         self.free: dict[str, list[tuple[int, int]]] = {}
 
     def introduce(self, recorded: Recorded) -> Iterator[dict[str, Any]]:
@@ -193,7 +193,7 @@ class _Row:
         thread: number that identifies this timeline row as a thread in the trace file.
         start_ns: start time of the latest event on this timeline row, in nanoseconds.
         ends: end times of the latest event on this timeline row and of the events that the latest event is nested in.
-            The outermost event comes first, and the latest event comes last.
+            In `ends`, the end time of the outermost event is first, and the end time of the latest event is last.
     """
 
     thread: int

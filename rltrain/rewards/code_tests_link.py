@@ -318,7 +318,8 @@ def _built(thing: Any, link: Link, done: dict[int, tuple[Any, Any]]) -> Any:
 
     `done` maps the id of each object visited so far to that object and its replacement. The lookup in `done` ensures
     that each object is converted only once, even if several objects contain the object or references form a cycle.
-    Because `done` holds the object itself, Python cannot give the object's id to a new object.
+    The keys of `done` are ids, and Python may give the id of a deleted object to a new object. `done` therefore also
+    holds each visited object itself, so that the object is not deleted.
     """
     kind = type(thing)
     if kind not in (list, dict, set, tuple, frozenset, _Described):

@@ -82,8 +82,8 @@ async def judge(
         api_key_env: name of the environment variable that holds the API key in the reward processes, not the key
             itself; with "", the placeholder "none" is sent as the key.
         timeout_s: time limit of one attempt to send a request and receive its answer, in seconds.
-        columns: dict that maps names of data columns to the sample's values. A data column with the name of another
-            parameter of `judge` is not in `columns`.
+        columns: dict that maps names of data columns to the sample's values. The dict `columns`
+            omits each data column whose name is the name of another parameter of `judge`.
 
     Returns:
         The score. The score is marked as failed, with a reason, if the request fails, if the judge's answer contains no
@@ -223,7 +223,8 @@ def _endpoint(base_url: str, key: str, max_concurrent: int, requests_per_minute:
 class _Rate:
     """Rate limiter that allows n requests per minute, with gaps of at least 60 / n seconds.
 
-    The allowance does not accumulate during a pause: after a pause, only one request is sent without waiting.
+    Time without requests does not allow a burst of requests later: after a pause, only one request is sent without
+    waiting.
     """
 
     def __init__(self, per_minute: float) -> None:

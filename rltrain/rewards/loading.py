@@ -79,8 +79,8 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 _LISTED = 10  # Largest number of classes that an error message lists.
 Kind = Literal["function", "class"]  # Kind of object that a path in the config names.
 _PLURAL: Mapping[Kind, str] = {"function": "functions", "class": "classes"}
-# Error messages show that a path in the config has the form file.py:function or file.py:Class. `_NAME` maps the kind of
-# object ("function" or "class") to the word that an error message shows after the colon.
+# Error messages tell users to write a path in the config as file.py:function or file.py:Class. `_NAME` maps the kind of
+# object ("function" or "class") to the word after the colon in file.py:function or file.py:Class.
 _NAME: Mapping[Kind, str] = {"function": "function", "class": "Class"}
 Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
 
@@ -272,8 +272,9 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
             same name.
 
     Returns:
-        A wrapper with the arguments `(prompt, response, columns)`. The arguments hold the values of one sample, or
-        lists of values if the reward function is batched. The prompt and the response are texts without special tokens.
+        A function that calls the reward function and has the arguments `(prompt, response, columns)`. The arguments
+        `prompt`, `response` and `columns` hold the values of one sample, or lists of values if the reward function is
+        batched. The prompt and the response are texts without special tokens.
         The reward function gets only the data columns that its signature accepts. A call of the returned wrapper
         returns the reward function's result, or a coroutine if the reward function is async. `as_score` converts the
         result of a reward function to a score. A call of the returned wrapper raises ScoreError if a data column that

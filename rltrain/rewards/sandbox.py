@@ -62,7 +62,7 @@ _END_LIMIT_S = 2.0
 _DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
 # `_why_not` is empty until the isolation of sandboxes has been tested on the local machine. After the isolation test,
-# the only item of `_why_not` is the reason why isolation does not work, or "" if isolation works.
+# `_why_not` has one item: the reason why isolation does not work, or "" if isolation works.
 _why_not: list[str] = []
 _warned: list[str] = []
 

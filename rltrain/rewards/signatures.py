@@ -140,8 +140,8 @@ def _wrapper_parameters(
     """Return the parameters of the function that wraps a user's reward function.
 
     The first returned parameters are the prompt and the response, followed by the data columns in `signature.reads`.
-    The last returned parameters are parameters of the user's function for which its trainer, such as TRL, passes no
-    argument.
+    The last returned parameters are the other parameters of the user's function, for which the trainer that the
+    function was written for (such as TRL) passes no argument.
     """
     kinds = inspect.Parameter
     named = {name: kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in signature.first}
@@ -153,7 +153,7 @@ def _wrapper_parameters(
 
 
 def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a reward function of another trainer in a function that has rltrain's own parameters.
+    """Wrap a reward function that was written for another trainer, so that rltrain can call the function.
 
     A reward function without the parameters of TRL, verl or OpenRLHF is returned unchanged.
     """

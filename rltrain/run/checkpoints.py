@@ -173,8 +173,8 @@ class _Save:
         history: dict that maps the name of each JSON-lines file of the run to a `FileStart`: the bytes that the driver
             copies from the start of the file into the checkpoint.
         groups: dict that maps each role to the worker group whose ranks write the role's state.
-        saved: dict that maps a role to one `Saved` (written files or an error) per rank. A role is added once all ranks
-            of the role have written their files.
+        saved: dict that maps a role to one `Saved` (written files or an error) per rank. A role is added to `saved`
+            once all ranks of the role have written their files.
     """
 
     step: int

@@ -62,7 +62,7 @@ class RunLock:
 
     def _hold(self, where: str, file: Path) -> None:
         # Without `fallback_to_soft=False`, on a file system without locks, filelock would treat any existing lock file
-        # as a held lock. The lock file that a killed run leaves behind would then lock the folder forever.
+        # as a held lock. If a run were killed, the lock file that it left behind would lock the folder forever.
         lock = FileLock(file, blocking=False, thread_local=False, fallback_to_soft=False)
         try:
             lock.acquire()

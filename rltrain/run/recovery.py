@@ -42,7 +42,7 @@ class Restarts:
         while True:
             if self.restart is None or self.count >= self.limit:
                 # The error of a failed restart may say only that the remaining machines lack free devices. `first` is
-                # the error that names the lost machine, so the raised WorkerError quotes `first`, too.
+                # the error that names the lost machine, so the raised WorkerError quotes both `first` and `error`.
                 before = "" if error is first else f"{first}; "
                 raise WorkerError(
                     f"{before}{error}; the training ranks were restarted {self.count} times, and "

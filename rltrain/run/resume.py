@@ -69,7 +69,7 @@ def beginning(config: Config) -> Beginning:
         return _beginning(config)
     except RLTrainError:
         raise
-    except Exception as error:  # File system drivers, and configs that refer to themselves, may raise any exception.
+    except Exception as error:  # A file system driver or a config that refers to itself may raise any exception.
         trainer = config.trainer
         raise ConfigError(
             f"trainer.resume={trainer.resume} with trainer.checkpoint_dir={trainer.checkpoint_dir}: cannot be read "

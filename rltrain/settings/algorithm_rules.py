@@ -101,8 +101,8 @@ def _check_knobs(
     """Raise ConfigError if a parameter of a loss or an advantage estimator is unknown or has an unsuitable value.
 
     `functions` are the functions of the loss or the estimator, and `knobs` maps the names of parameters to values. A
-    parameter is unknown if none of the functions takes it. The values are tested by calling each function once on a
-    tiny batch of two answers.
+    parameter is unknown if none of the functions takes it. The values of the parameters are tested by calling each
+    function once on a tiny batch of two answers.
     """
     from rltrain.algorithms import check_knobs, columns_of, own_knobs
 

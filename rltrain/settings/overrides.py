@@ -56,8 +56,8 @@ class Choice:
 class Setting:
     """A value that the user sets for one config key.
 
-    A value that is a mapping replaces the mapping that the chosen YAML file has under the same key. The two mappings
-    are not merged.
+    If the user sets a key to a mapping, this mapping replaces the mapping that the chosen YAML file has under the same
+    key. The user's mapping and the YAML file's mapping are not merged.
 
     Attributes:
         key: dotted name of the config key.

@@ -241,8 +241,8 @@ def _paths(lines: list[str], prefix: str) -> Iterator[tuple[str, str]]:
     """Yield each line of a YAML file, together with the full path of the line's key. For a line without a key, the
     yielded path is "".
     """
-    # `around` holds a pair (number of characters before the key in its line, path of the key) for each key in which the
-    # current line is nested.
+    # For each key in which the current line is nested, the list `around` holds a pair (number of characters before the
+    # key in the key's line, full path of the key).
     around: list[tuple[int, str]] = [(-1, prefix.rstrip("."))]
     for line in lines:
         found = _LINE_OF_KEY.fullmatch(line)

@@ -19,11 +19,11 @@ MAX_HOPS = 3
 # stop one tool call too early and give the last call's result as the answer, so reinforcement learning has to discover
 # that one more tool call earns more reward.
 RIGHT_COUNT = 0.25  # Probability that a conversation has the right number of tool calls: one call per hop.
-# Probability that a conversation has one tool call too few. With the probability 1 - RIGHT_COUNT - TOO_FEW, a
-# conversation has a random number of tool calls.
+# Probability that an imitated conversation has one tool call too few. The number of tool calls is random in the
+# remaining imitated conversations, whose share is 1 - RIGHT_COUNT - TOO_FEW.
 TOO_FEW = 0.65
-# Probability that a tool call looks up the result of the previous call instead of a random digit. The first call looks
-# up the start digit with this probability.
+# Probability that a tool call looks up the result of the previous call instead of a random digit. With the probability
+# `RIGHT_KEY`, the first tool call looks up the question's start digit instead of a random digit.
 RIGHT_KEY = 0.8
 RIGHT_ANSWER = 0.7  # Probability that the answer is the last tool call's result instead of a random digit.
 CALL = ('<tool_call>\n{"name": "lookup", "arguments": {"key": ', "}}\n</tool_call>")

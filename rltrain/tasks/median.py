@@ -25,7 +25,8 @@ def solve(digits: str) -> str:
 def mess(digits: str, rng: Random) -> tuple[str, bool]:
     """Return a flawed answer, and whether the end token follows the answer.
 
-    The flawed answer is a series of guesses without an end, the sorted digits followed by their median, or one guess.
+    The flawed answer has one of three forms: many guesses of the median without an end token, the sorted digits
+    followed by their median, or one guess of the median.
     """
     draw = rng.random()
     if draw < ENDLESS_SHARE:

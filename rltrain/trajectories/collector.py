@@ -63,8 +63,8 @@ class _Step:
     Attributes:
         places: number of new prompt groups that the training step will train on.
         refills: number of dropped prompt groups that may still be replaced by new groups.
-        open: True while the training step is unfinished. The method `answers` begins the step, and `take` ends the
-            step.
+        open: True while the training step is unfinished. The collector's method `answers` begins the step, and
+            the collector's method `take` ends the step.
         seen: finished prompt groups whose answers have already been checked for equal outcomes, as a dict indexed by
             uid.
         dropped: uids of the prompt groups that the training step has dropped.
@@ -373,8 +373,8 @@ class Collector:
                 self.groups.drop(group.uid, replace=replaced)
                 step.dropped.add(group.uid)
                 step.refills, step.places = step.refills - replaced, step.places - (not replaced)
-                # After the last replacement that the step may make, `_unseen` returns groups only when all groups of
-                # the step are finished.
+                # This was the last replacement that the step may make. From now on, groups may be dropped only when all
+                # groups of the step are finished, which `_unseen` ensures.
                 if replaced and not step.refills:
                     break
 

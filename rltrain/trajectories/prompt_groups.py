@@ -157,8 +157,8 @@ class PromptGroups:
 
         At weight version v, the next group to be used belongs to training step v. At weight version v, new groups may
         be in flight for the training steps v to v + max_staleness. Each training step after step v may train on up to
-        `reused` earlier groups instead of new groups. `wanted` therefore subtracts `reused` groups for each training
-        step after step v.
+        `reused` groups of earlier steps instead of new groups. `wanted` therefore counts `reused` fewer new groups
+        for each training step after the step v of the current weight version.
         """
         last = min(version + self.max_staleness + 1, self.steps)
         places = last * self.prompts_per_step - max(0, last - version - 1) * self.reused
@@ -225,8 +225,8 @@ class PromptGroups:
         """Mark the pending groups as being generated with the weights of version `version`, and return the groups.
 
         A group whose requests were already sent to the engines earlier keeps the weight version at which the requests
-        were first sent. If `version` is None, `ship` leaves out all groups whose requests have never been sent to the
-        engines.
+        were first sent. If `version` is None, only groups whose requests were already sent to the engines earlier are
+        marked and returned.
         """
         pending = [group for group in self.groups.values() if group.state is GroupState.PENDING]
         shipped = [group for group in pending if version is not None or group.shipped >= 0]

@@ -25,8 +25,8 @@ class _Kept:
 
     Attributes:
         group: the prompt group, with its answers and scores.
-        first: weight version before the first training step that trained on the prompt group.
-        times: number of training steps that have trained on the prompt group.
+        first: version of the policy weights just before the first training step that trained on the prompt group.
+        times: number of training steps that have trained on the prompt group so far.
     """
 
     group: Group
@@ -56,9 +56,10 @@ class ReuseBuffer:
         """Record the groups on which a step has trained, and remove the groups that the next step may no longer take.
 
         Args:
-            version: weight version before the training step.
+            version: version of the policy weights just before the training step that has ended.
             trained: all prompt groups on which the step has trained, including those that were taken from the buffer.
-            useful: uids of the prompt groups whose answers have different outcomes.
+            useful: uids of the prompt groups whose answers have different outcomes. Of the new groups, only these are
+                kept for later steps.
         """
         for group in trained:
             if group.uid in self._kept:

@@ -61,8 +61,8 @@ class RewardModel:
     async def scores(self, samples: Sequence[tuple[Prompt, str]]) -> list[float | str]:
         """Score each pair of a prompt and a response text with the reward model.
 
-        If several samples have the same token ids, their score is computed only once. Two identical answers to the same
-        prompt therefore always get exactly the same score.
+        If several samples have the same token ids, their score is computed only once. For this reason, two identical
+        answers to the same prompt in one call of `scores` get exactly the same score.
 
         Returns:
             For each sample, the sample's score, or a text that says why the sample has no score.

@@ -168,7 +168,8 @@ def penalize_kl(
     mask, estimator = batch.padded("response_mask"), config.kl_estimator
     if config.full:
         # `apply_kl_in_reward` expects the old log-probs and the reference log-probs. The KL estimator k1 subtracts the
-        # second from the first, so passing the exact KL as the first and 0 as the second makes k1 return the exact KL.
+        # reference log-probs from the old log-probs. Therefore k1 returns the exact KL if the exact KL is passed in
+        # place of the old log-probs, and 0 in place of the reference log-probs.
         old = batch.padded("full_kl")
         ref, estimator = torch.zeros_like(old), "k1"
     else:

@@ -83,7 +83,8 @@ async def finish(pool: RewardPool) -> list[SampleScores]:
     return sorted(results, key=lambda result: result.key)
 
 
-# Tests that reward processes give the scores that the functions give in this process, and do not import torch
+# Tests that a reward function gives the same scores in a reward process as in the test's own process, and that reward
+# processes do not import torch
 
 
 GOLDEN = [

@@ -332,7 +332,8 @@ async def test_two_unfinished_turns_of_one_trajectory_are_both_answered(engine):
 async def weights_in_the_middle(engine: Role[RolloutWorker], models: dict[int, torch.nn.Module]) -> None:
     """Check that if new weights arrive during an answer, each token's log-prob is that of its version of the weights.
 
-    The weights arrive at an unknown token, so the check is repeated until an answer has tokens of two versions.
+    The test cannot choose the token at which the new weights arrive, so the test repeats the check until an answer
+    contains tokens of both versions of the weights.
     """
     first, second = (buckets(model, version=version) for version, model in models.items())
     for attempt in range(20):

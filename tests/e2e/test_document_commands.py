@@ -19,12 +19,15 @@ from tests.chat_model import save_chat_model
 from tests.documents import ROOT, bash_lines
 from tests.e2e.test_readme import GUIDES, TINY, WITHOUT_COMMANDS, named_files
 
-# Commands that this file does not run, by a part of the command, with the test that runs them.
+# Commands that this file does not run. Maps a part of each such command to the test that runs the command.
 ELSEWHERE = {
     "make ": "the targets of the Makefile, of which CI runs `make check test`",
     "rltrain[wandb,mlflow,trackio]": "make tracker-test",
     "trainer.trackers=[tensorboard,wandb]": "make tracker-test",
     "trainer.trackers=[wandb,mlflow,trackio]": "make tracker-test",
+    "data=higher_lower rollout.environment=my_env.py": "tests/e2e/test_readme.py",
+    "rollout.environment=my_table.py": "tests/e2e/test_readme.py",
+    "rollout.agent=my_agent.py": "tests/e2e/test_readme.py",
     "spelling.py:Spelling": "make environment-test",
     "python my_server.py": "tests/unit/workers/environments/test_mcp_tools.py, which starts MCP servers",
     "path: http://127.0.0.1:8000/v1}": "tests/unit/test_distillation_in_process.py, which starts an endpoint",
@@ -36,7 +39,8 @@ ELSEWHERE = {
 }
 MODEL = r"(?<==)(?:MODEL|DIR|path/to/(?:model|student)|Qwen/Qwen2\.5-0\.5B-Instruct(?:@main)?)(?=\s|$)"
 HUB_DATA = r"openai/gsm8k:main:(?:train|test)"
-# Overrides of `TINY` that a command does not get, by a setting of the command. Several ranks need several processes.
+# Maps an override of `TINY` to a setting. Commands with this setting run without the override. For example, a command
+# with several ranks needs several processes.
 NOT_WITH = {"placement=inprocess": "placement.actor_ranks=", "rollout=hf": "rollout=stored"}
 SMALLER = {"groups: 16": "groups: 2", "critic.warmup_steps=10": "critic.warmup_steps=1"}
 ROW = {"prompt": "What is 2 + 3?", "question": "What is 2 + 3?", "answer": "#### 5", "demonstration": "2 + 3 = 5"}
@@ -134,5 +138,5 @@ def test_each_command_that_runs_elsewhere_is_shown_by_some_document_and_has_a_te
     lines = [line for document in ["README.md", *GUIDES] for line in bash_lines(document)]
     assert [part for part in ELSEWHERE if not any(part in line for line in lines)] == []
     files = [found[0] for where in ELSEWHERE.values() if (found := re.match(r"tests/[\w/]+\.py", where))]
-    assert len(files) == 7
+    assert len(files) == 10
     assert [file for file in files if not (ROOT / file).exists()] == []

@@ -43,7 +43,7 @@ def test_ray_vllm_and_two_fsdp_ranks_train_end_to_end_and_leave_no_process(vllm_
     assert run.survivors == []
     check_outputs(run, 3)
     for row in run.metrics():
-        assert row["rollout/log_prob_gap_max"] < 1e-4  # The log-probs of engine and trainer agree in float32.
+        assert row["rollout/log_prob_gap_max"] < 1e-4  # In float32, engine and trainer compute almost equal log-probs.
         assert row["actor/grad_norm"] > 0
     assert run.metrics()[0]["rollout/log_prob_gap"] > 0  # A gap of 0 would mean that nothing was measured.
 
@@ -81,7 +81,7 @@ def test_every_preset_runs_with_kl_terms_on(tmp_path, algorithm):
     )  # fmt: skip
     assert run.status == 0, run.stderr
     first, second = run.metrics()
-    assert first["reward/kl"] == pytest.approx(0, abs=1e-6)  # Actor and reference are equal at first.
+    assert first["reward/kl"] == pytest.approx(0, abs=1e-6)  # The actor starts with the reference model's weights.
     assert second["reward/kl"] > 0
     assert first["actor/ref_kl"] > 0
     assert second["reward/kl_coef"] != first["reward/kl_coef"]

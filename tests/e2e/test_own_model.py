@@ -47,7 +47,7 @@ def test_another_architecture_trains_through_vllm_with_a_chat_template_and_a_rew
     assert max(row["rollout/log_prob_gap_max"] for row in run.metrics()) < 1e-4
     assert any(row["actor/grad_norm"] > 0 for row in run.metrics())
     row = pq.read_table(run.output / "rollouts" / "step_000001.parquet").to_pylist()[0]
-    assert row["prompt_ids"][0] == 0  # The only BOS token comes from the chat template.
+    assert row["prompt_ids"][0] == 0  # The chat template adds the prompt's only BOS token.
     assert row["prompt_ids"].count(0) == 1
     assert row["prompt_ids"][-1] == SPECIAL.index("<|assistant|>")
     assert row["prompt"].startswith("Be brief.Say ")

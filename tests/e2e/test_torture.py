@@ -61,7 +61,8 @@ def check(row: dict) -> None:
     applies, tail = len(row["response"]) % 2 == 0, float(row["response"][-1:].isdigit())
     assert row["reward_error"] == ""
     assert components == {"bad": first, "tail": tail if applies else None}
-    assert row["score"] == first + (WEIGHT * tail if applies else 0.0)  # A reward of None adds nothing.
+    # If the reward function `tail` returns None for a sample, the sample's score is the reward of `bad` alone.
+    assert row["score"] == first + (WEIGHT * tail if applies else 0.0)
 
 
 def check_advantages(rows: list[dict]) -> None:

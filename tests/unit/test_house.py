@@ -130,7 +130,8 @@ def test_every_module_has_its_layer():
 
 def test_no_comment_or_message_names_an_invariant_by_a_code_that_only_another_document_explains():
     named = r"(?i:invariants?)\s+[A-Z](?:\d|\b)"
-    bare = r"# [A-H]\d{1,2}(?=[:,.]|$)|\([A-H]\d{1,2}\)"  # a comment that is or begins with a code, or one in brackets
+    # `bare` matches a code (a letter and a number) in brackets, and a comment that is a code or begins with a code.
+    bare = r"# [A-H]\d{1,2}(?=[:,.]|$)|\([A-H]\d{1,2}\)"
     code = re.compile(f"{named}|{bare}", re.MULTILINE)
     assert {path: code.search(text)[0] for path, text in texts().items() if code.search(text)} == {}
 

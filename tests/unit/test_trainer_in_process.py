@@ -296,7 +296,7 @@ async def test_features_go_together(tasks, start, reward):
     assert metrics[0]["actor/rejection_dropped_fraction"] == 0
     assert "ref_log_probs" not in batches[0]
     assert metrics[0]["actor/selected_fraction"] > 0
-    # the KL to the reference is 0 before the first update
+    # Before the first update, the actor equals the reference model, so the KL divergence between the two models is 0.
     assert metrics[0]["reward/kl"] == pytest.approx(0, abs=1e-6)
     assert metrics[1]["reward/kl"] > 0
     cut = torch.tensor([reason == "length" for reason in batches[0].non_tensor_batch["finish_reason"]])

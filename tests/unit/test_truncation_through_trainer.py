@@ -202,7 +202,7 @@ def test_there_are_eleven_normalisations_and_all_their_pairs():
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 async def test_C5_with_two_answers_the_whole_one_is_alone(estimator):
-    """The truncated answer's score, 1 or 100, does not affect the advantages of the finished answer."""
+    """A finished answer has the same advantages whether the other, truncated answer has the score 1 or 100."""
     batch_mean = dataclasses.replace(NONE, mean_level="batch")
     config = changed(advantage_estimator=estimator, reward_normalization=batch_mean)
     config = dataclasses.replace(

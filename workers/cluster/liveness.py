@@ -433,7 +433,7 @@ class ProgressScope:
             raise self.failure.result()
 
     def _unseen_since(self, due: float) -> bool:
-        """Return whether a remote process was last observed before time `due`; False if `failure` holds an error."""
+        """Return whether a process on another node was last seen before time `due`; False if `failure` has an error."""
         if self.liveness is None or self.failure is None or self.failure.done():
             return False
         here = self.liveness.here

@@ -23,8 +23,8 @@ class Sight:
     Attributes:
         state: State of the process, as returned by `progress.state_of`.
         ticks: Number of `progress.tick` calls in the process so far.
-        calls: Number of running calls (blocks in `with progress.call()`) for which the process itself works. Calls that
-            wait for other processes are not counted.
+        calls: Number of running calls (blocks in `with progress.call()`) for which the process itself works. `calls`
+            does not count calls that wait for other processes.
     """
 
     state: str

@@ -105,8 +105,8 @@ class Shared:
 
     Attributes:
         references: Ray references to the parts of the batch, each of which is itself a batch.
-        rows_of_parts: For each part of the batch, the row numbers of the part's rows in the whole batch.
-        rows: Row numbers of the rows that the called method receives.
+        rows_of_parts: For each part of the batch, the indices in the whole batch of the rows that the part contains.
+        rows: Indices in the whole batch of the rows that the called method receives.
         columns: Names of the columns that the called method receives.
     """
 
@@ -363,7 +363,7 @@ async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> lis
 
 
 def _lose_reported(scope: ProgressScope, cause: BaseException) -> None:
-    """If `cause` is a WorkerLost error with which a process reports that it is unusable, mark the process as lost."""
+    """If `cause` is a WorkerLost error that names a process of `scope`, mark this process as lost, and kill it."""
     if isinstance(cause, WorkerLost) and cause.process is not None:
         for process in scope.processes:
             if process.identity == cause.process:

@@ -116,7 +116,7 @@ def call() -> Iterator[None]:
 def waiting() -> Iterator[None]:
     """Mark this process as not busy while a call waits, in the `with` block, for the work of other processes.
 
-    If a run makes no progress, a process that only waits for other processes is not the cause.
+    A process that only waits for other processes cannot be the reason why a run makes no progress.
     """
     if _counter is None:
         yield

@@ -32,8 +32,8 @@ class Join:
     """Rule for joining several arguments of a call, which are parts of a batch, into one argument.
 
     Attributes:
-        rows_of_parts: For each part of the batch that arrives as a separate argument, the indices of the part's rows in
-            the whole batch.
+        rows_of_parts: One array for each part of the batch. The array holds the indices, in the whole batch, of the
+            rows of the part.
         rows: Indices, in the whole batch, of the rows that the called method receives.
         columns: Names of the columns that the called method receives.
     """
@@ -150,7 +150,7 @@ class Host:
         return self.call(role, method, *joined, **kwargs)
 
     def introduce(self) -> progress.Process | None:
-        """Make this process observable by others, and return its identity, or None on a system without `/proc`."""
+        """Let other processes observe this process, and return its identity, or None on a system without `/proc`."""
         import ray
 
         return progress.announce(ray.get_runtime_context().get_node_id())

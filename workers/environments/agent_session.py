@@ -32,8 +32,8 @@ class Answered:
     def begins(self, asked: ModelRequest, size: int) -> bool:
         """Return whether the new request `asked` and this earlier request have the same tools and first messages.
 
-        Only the first `size` messages of the two requests are compared. The answer to an earlier request counts as the
-        last message of that request.
+        Only the first `size` messages of the new request and of this earlier request are compared. The answer to the
+        earlier request counts as the last message of the earlier request.
         """
         same = len(asked.messages) >= size and asked.tools == self.tools
         return same and list(asked.messages[:size]) == list(self.messages[:size])

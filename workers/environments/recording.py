@@ -13,7 +13,7 @@ from workers.rollout.turns import TurnRequest, TurnResult
 
 Message = Mapping[str, Any]
 ATTEMPTS = 2  # Maximum number of attempts to run a trajectory whose environment or agent program fails.
-LAST = -1  # Value of the argument `after` for the last finished turn: the list index -1.
+LAST = -1  # If the argument `after` of a method is LAST, the new turn continues the last finished turn.
 _NO_ACTION = Turn((), (), (), (), "abort")
 
 
@@ -76,8 +76,8 @@ class Recording:
         """Return the request for the next action.
 
         Args:
-            new: The messages that follow the action of the turn `after`. If `after` is None, all messages of the new
-                context.
+            new: The messages that follow the action of the turn with the index `after`. If `after` is None, `new` has
+                all messages of the new context.
             after: Index of the finished turn whose context the request continues; None for a new context.
             tools: Schemas of the tools; None for the tools of the run.
             max_tokens: Additional limit on the number of tokens of the action, besides the limits of the trajectory, or

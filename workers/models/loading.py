@@ -1,4 +1,4 @@
-"""Loading of models: if a model is sharded, each rank reads only its own shards of the weights.
+"""Loads models; each rank of a sharded model reads only its own shards of the weights.
 
 A model is first built on the meta device, which allocates no memory for weights. The caller of `load_model` can change
 the model before any weights are read, for example add adapters and shard the model. After these changes, transformers'

@@ -41,7 +41,7 @@ def load_policy(
         path: model directory in Hugging Face format.
         where: start of error messages, `model.path=PATH` by default.
         arrange: function that changes the model in place before the weights are read, as in `load_model`. For example,
-            `arrange` can add adapters and shard the model.
+            the function `arrange` can add LoRA adapters to the model and shard the model.
         first_value: function that returns the initial values of parameters that the weight files lack, as in
             `load_model`.
         device: device onto which the weights are loaded.
@@ -78,8 +78,8 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
         model: the unsharded model in evaluation mode, with at least one decoder layer of each kind, as
             `load_sample_layers` returns it.
         head: the model's last layer, whose inputs (1, N, H) are compared. The forward pass may call the last layer only
-            on the tokens that predict a response token. Every token of the test packs predicts a response token, so the
-            inputs for all tokens are compared.
+            on the tokens that predict a response token. In the packs of random tokens that this check uses, every token
+            predicts a response token, so the last layer's inputs for all tokens are compared.
         run: function that runs the forward pass on a pack, in the way in which the calling worker uses the model.
         where: start of the error message: the config key and the path.
 

@@ -117,7 +117,7 @@ def gather(values: Tensor, whole: "Pack", sequence: Sequence) -> Tensor:
     Args:
         values: (r, ...) values of the r response tokens that are predicted in this rank's slice of the pack.
         whole: the pack before it was split over the ranks.
-        sequence: the group of ranks that split the pack. Its attribute `tokens` is the pack's number of tokens.
+        sequence: the group of ranks that split the pack. `sequence.tokens` is the number of tokens in the pack.
 
     Returns:
         (R, ...) values of all R response tokens of the whole pack, in order.

@@ -144,7 +144,7 @@ class StateReader(FsspecReader):
 
 
 class StateFiles:
-    """Reader of the tensors that a checkpoint holds of one role, such as the actor or the reference.
+    """Reader of the tensors in a checkpoint that belong to one role, such as the actor or the reference.
 
     The reader returns one unsharded tensor at a time, and needs no torch.distributed process group.
 

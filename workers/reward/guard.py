@@ -192,8 +192,8 @@ class GuardedWorker:
         Args:
             requests: Samples to score.
             deadline_s: Seconds without a result after which the child process is killed.
-            hold_s: Seconds without a result after which `score` returns Overdue, while the child process continues to
-                score.
+            hold_s: Seconds without a result after which `score` returns an `Overdue` object, while the child process
+                continues to score.
             stepwise: Whether the child process sends each result immediately, instead of all results at the end of the
                 call. Batched and async functions always report their results at the end of the call.
             function: Index of the only function to call, or None to call all functions.
@@ -213,7 +213,7 @@ class GuardedWorker:
         return self._answer(hold_s)
 
     def rest(self) -> list[SampleScores] | Overdue | Ended:
-        """Continue to wait for the scoring call for which `score` has returned Overdue.
+        """Continue to wait for the running scoring call, after the method `score` has returned an `Overdue` object.
 
         Return only results that neither `score` nor an earlier call of `rest` has returned.
         """
@@ -294,8 +294,9 @@ class GuardedWorker:
         """Return the next message of the child process.
 
         Args:
-            deadline: Time by which the child process's message must be complete, or None for no deadline.
-            until: Time by which the child process's message must have begun to arrive.
+            deadline: Time at which this method stops waiting for the end of the child process's message, or None for
+                no deadline.
+            until: Time at which this method stops waiting for the beginning of the child process's message.
 
         Returns:
             The message, or None if the child process has ended, if the message has not begun to arrive by `until`, or

@@ -233,8 +233,9 @@ class RewardPool:
         """Record the results that a running chunk has so far, and queue the samples whose scoring has not begun.
 
         Returns:
-            A tuple with the one sample of the chunk that is still being scored. If `results` is None, or if `work` is
-            not a chunk of samples, `work` is returned unchanged.
+            A tuple with the one sample of the chunk that is still being scored, or an empty tuple if all samples of the
+            chunk have been scored. If `results` is None, or if `work` is not a chunk of samples, `work` is returned
+            unchanged.
         """
         if results is None or not isinstance(work, tuple):
             return work
@@ -265,7 +266,8 @@ class RewardPool:
         kinds = self._kinds if function is None else [self._kinds[function]]
         # The deadline of a scoring call is the time budget `_BUDGET_S` plus `calls` times the time limit `timeout_s` of
         # one call of a reward function. All plain functions (neither batched nor async) together add 1 to `calls`,
-        # because a worker calls no further plain function after the time budget. Each batched function adds 1 to
+        # because only one call of a plain function can still run when the time budget ends: a worker calls no further
+        # plain function after the time budget. Each batched function adds 1 to
         # `calls`, because a worker calls a batched function once for the whole chunk. Async functions add the number of
         # their calls, divided by `concurrency` and rounded up, to `calls`, because at most `concurrency` calls of async
         # functions run at once.
@@ -322,7 +324,7 @@ class RewardPool:
                 return
             partial = {result.key: (result.scores, result.success) for result in event.results}
             suspect = _Alone(under_way[0], *partial.get(under_way[0].key, ()))
-            # If the call did not time out, something other than the running reward function may have ended the worker.
+            # If the scoring call did not time out, the running reward function may not have ended the worker.
             if not event.timed_out:
                 self._alone.append(suspect)
                 return

@@ -183,7 +183,7 @@ class RayTransport:
         self._slots = []
 
     def _lanes(self, slot: int) -> range:
-        """Return the slots of all child processes of the actor that runs child process `slot`, in ascending order."""
+        """Return the slots of all child processes of the actor that runs the process in `slot`, in ascending order."""
         return range(slot % self.size, len(self._slots), self.size)
 
     def _result(self, reference: Any) -> "asyncio.Future[Any]":
@@ -241,10 +241,10 @@ class RayTransport:
                     return
 
     def _gone(self, number: int, reason: str, error: Exception | None = None) -> list[Event]:
-        """Replace the actor of child process `number`, and return a Lost event for each running call of the actor.
+        """Replace the Ray actor that runs the child process in slot `number`.
 
-        If the start of a spare process fails with a WorkerError, the actor is not replaced and continues without the
-        spare process.
+        Return a Lost event for each running call of the replaced actor. If the start of a spare process fails with a
+        WorkerError, the actor is not replaced and continues without the spare process.
         """
         slot, worker = self._slots[number], number % self.size
         if slot.starting and number >= self.size and isinstance(getattr(error, "cause", None), WorkerError):

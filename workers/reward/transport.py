@@ -17,7 +17,7 @@ class Call:
     """A call that makes one reward worker score samples.
 
     Attributes:
-        requests: Samples, in the order in which the worker scores them.
+        requests: Samples to score. The worker scores the samples in the order of this tuple.
         function: Index of the only reward function to call. If `function` is None, the worker calls all functions.
         budget_s: Seconds after which the worker calls no further plain reward function, that is, a function that is
             neither batched nor async. When `budget_s` has passed, the worker returns results only for the samples that

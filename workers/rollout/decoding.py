@@ -46,8 +46,8 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 class RoomyLayer(DynamicLayer):
     """Cache of one layer's keys and values (B, K, W, D), with spare columns on the right for new tokens.
 
-    The keys and values of a new token are written into a spare column of the cache. The class `DynamicLayer` of
-    transformers would copy the whole cache for each new token.
+    The keys and values of a new token are written into a spare column of the cache. In contrast, the base class
+    `DynamicLayer` of transformers copies the whole cache each time a token is added.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

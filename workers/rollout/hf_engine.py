@@ -70,7 +70,7 @@ class HFEngine:
         self.strings, self.filters = stop_strings(config.stop, path), distribution_filters(config)
         self.waiting: list[Request] = []
         self.batch: Batch | None = None
-        self.stale = False  # Whether the batch's KV cache must be recomputed with new weights.
+        self.stale = False  # True if the batch's KV cache comes from old weights and must be recomputed.
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests."""

@@ -62,7 +62,8 @@ class RolloutPool:
         self._answers: list[Answer] = []
         self._lost: set[int] = set()  # Uids of the prompt groups that lost answers when a replica died.
         self._deaths = 0  # Number of replicas that died since the last answer arrived.
-        # Arguments of the last call of `load`; None if the pool must not send weights until the next call of `load`.
+        # `_source` holds the arguments of the last call of `load`, which sends weights to the replicas. `_source` is
+        # None if the pool must not send weights until the next call of `load`.
         self._source: tuple[Sequence[Role[Sends]], int, bool] | None = None
         self._syncing = asyncio.Lock()
 
@@ -194,7 +195,9 @@ class RolloutPool:
         self._resume()
 
     async def give_weights(self, replica: Replica) -> None:
-        """Send the actor's weights to a replica that waits for weights, with the arguments of the last call of `load`.
+        """Send the actor's weights to a replica that waits for weights.
+
+        `give_weights` sends the weights with the arguments that the caller passed in the last call of `load`.
 
         If a call of `load` sends weights to the replica while `give_weights` waits, `give_weights` sends nothing. After
         a call of `hold_weights`, the pool must not send weights, so `give_weights` waits until the next call of `load`
@@ -251,8 +254,8 @@ class RolloutPool:
         """Wait until the cluster has free CPUs and GPUs for an optional replica.
 
         An optional replica never starts while the training ranks restart, because it could take the CPUs or GPUs that
-        the training ranks need. Before the training ranks restart, `hold_weights` sets `_source` to None. `room_for`
-        therefore waits until `load` sets `_source` again.
+        the training ranks need. Before the training ranks restart, `hold_weights` sets `_source` to None. After
+        the restart, `load` sets `_source` again. `room_for` therefore waits while `_source` is None.
         """
         assert replica.room is not None, "only an optional replica may wait for free CPUs and GPUs"
 

@@ -55,8 +55,8 @@ class TurnServer:
             if result.error or result.full:
                 ended.append(result)
                 continue
-            # The consecutive number makes the engine's request key unique, even if a client process that died has left
-            # an unfinished request for the same turn.
+            # The engine's request key contains a consecutive number instead of the index of the turn. The key is
+            # therefore unique, even if a client process that died has left an unfinished request for the same turn.
             key = (*turn.key[:2], next(self._numbers))
             self.open[key] = client, result
             requests.append(Request(key, prompt_ids, turn.temperature, max_tokens, turn.seed))

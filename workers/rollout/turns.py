@@ -29,7 +29,7 @@ class TurnRequest:
     """Request to add messages to the context of a trajectory and to sample the policy's next action.
 
     Attributes:
-        key: The turn as a tuple (prompt group uid, number of the sample in the prompt group, number of the turn).
+        key: The turn as a tuple (prompt group uid, index of the sample in the prompt group, index of the turn).
         context_ids: Token ids that come before the policy's previous action in the context; empty in a turn with a new
             context, for instance in the first turn.
         action_ids: Token ids of the context's last action; empty in a turn with a new context.
@@ -70,7 +70,7 @@ class TurnResult:
 
     Attributes:
         key: Key of the `TurnRequest` that this result answers.
-        observation_ids: Token ids that were put into the context for the turn's messages before the action.
+        observation_ids: Token ids that the turn's messages added to the context before the action was sampled.
         token_ids: Token ids of the action, including the final end token.
         log_probs: Log-probability of each sampled token in nats, under the distribution from which the token was
             sampled.

@@ -407,8 +407,9 @@ class AsyncVLLM:
             try:
                 return future.result(timeout=LOOK_S)
             except TimeoutError:
-                # If the future is done, either the coroutine itself raised TimeoutError, or the coroutine ended just
-                # after `future.result` timed out.
+                # A TimeoutError usually means that the coroutine is still running after LOOK_S seconds. But if the
+                # future is done, the coroutine itself raised TimeoutError, or ended just after `future.result` timed
+                # out.
                 if future.done():
                     return future.result()
                 if self.family and self.family.lost:
@@ -475,7 +476,8 @@ class AsyncVLLM:
             while True:
                 if isinstance(item, EngineDeadError):
                     raise self._reason(item)
-                # vLLM also returns outputs for aborted requests. The ids of aborted requests are not in `keys`.
+                # vLLM also returns outputs for aborted requests. Those outputs are ignored, because `self.keys` does
+                # not contain the ids of aborted requests.
                 if self.keys.pop(name, None):
                     if isinstance(item, Exception):
                         raise self._reason(item)
@@ -532,7 +534,7 @@ class AsyncVLLM:
     def _sync(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
             self._run(coroutine)
-        # The type of an error that another process raised is known only from the error's text.
+        # If another process raised the error, the original type of the error can be told only from the error's text.
         except Exception as error:
             raise (SyncError(str(error)) if "weight sync" in str(error) else error) from None
 
@@ -589,7 +591,7 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
     try:
         return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=sleep_level(config))
-    except (KeyError, ValueError) as error:  # vLLM raises KeyError or ValueError for unknown tensor names.
+    except (KeyError, ValueError) as error:  # vLLM raises these for tensor names that it does not know.
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
             f"model.path={path}: vLLM does not start with this model ({reason}); save the model again with "

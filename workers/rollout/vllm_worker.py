@@ -166,7 +166,7 @@ def repack_heads(model: nn.Module) -> None:
 
 
 def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
-    """Copy the tensors of incomplete fused layers out of a bucket's memory.
+    """Copy the tensors of incomplete fused layers out of the memory `data`, in which a bucket of weights arrived.
 
     vLLM loads a fused layer only when all parts of the layer have arrived, and until then keeps references to the parts
     that have arrived. A tensor that is not copied would stay in the bucket's memory, which later buckets overwrite.
@@ -230,8 +230,9 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
 
     Args:
         model: The model.
-        products: True to run only the linear layers and the output heads. False to run only the embeddings, and to
-            return the one-dimensional parameters of all other layers, such as norm weights.
+        products: If True, the outputs of only the linear layers and the output heads are returned. If False, the
+            outputs of the embeddings are returned, and the one-dimensional parameters (such as norm weights) of all
+            layers that are neither linear layers nor output heads nor embeddings.
 
     Returns:
         A dictionary from checkpoint names to the products W v in float32, with one entry for each part of a fused
@@ -254,7 +255,7 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
 
 
 def _embedding(module: VocabParallelEmbedding) -> Tensor:
-    """Return the product (V,) of an embedding's weight matrix and the probe vector.
+    """Return the product of an embedding's weight matrix and the probe vector, with one value for each token id.
 
     All rows of the weight matrix are obtained by calling the embedding layer, so that the check of the weights also
     covers the layer's lookup.

@@ -215,14 +215,14 @@ class RolloutWorker:
 
         Args:
             sync: Name of the weight sync.
-            before: Result of the `load_bucket` call for the previous bucket; None for the first bucket. The result is
-                not read, but passing the result makes Ray load the buckets in order.
+            before: Result of the `load_bucket` call for the previous bucket; None for the first bucket. `before` is
+                not read. It is an argument because Ray then loads a bucket only after the previous bucket.
             parts: The parts of the bucket, one from each rank that takes part in writing the bucket.
         """
         self._run("load weights", lambda: self.receiver.bucket(self.engine, sync, parts))
 
     def receive_all(self, sync: str, chain: Chain, place: int) -> None:
-        """Receive each bucket of weights through a process group, send the bucket to the next engine, and load it.
+        """Receive each bucket of weights through a process group, send it to the next engine, and load it.
 
         Args:
             sync: Name of the weight sync.

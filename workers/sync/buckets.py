@@ -198,8 +198,8 @@ def verify(bucket: Bucket, data: np.ndarray) -> None:
 def tensors_of(bucket: Bucket, data: np.ndarray) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each tensor in a bucket, where the tensor is a view of the bucket's bytes."""
     with warnings.catch_warnings():
-        # PyTorch warns if the NumPy array `data` is read-only. PyTorch's warning is suppressed, because no code writes
-        # to the yielded tensors.
+        # PyTorch warns if the NumPy array `data` is read-only. PyTorch's warning about read-only arrays is suppressed,
+        # because no code writes to the tensors that `tensors_of` yields.
         warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")
         whole = torch.from_numpy(data)
     for place in bucket.places:

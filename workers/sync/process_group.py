@@ -56,8 +56,8 @@ class Chain:
             process of the actor's rank 0.
         ranks: number of ranks that send weights.
         engines: number of engines.
-        takes_part: array (buckets, bytes) uint8, in which `numpy.packbits` has packed one bit for each rank. Bit r of
-            row b says whether rank r sends a part of bucket b.
+        takes_part: uint8 array with one row for each bucket. Each row has one bit for each rank, packed into bytes by
+            `numpy.packbits`. Bit r of row b says whether rank r sends a part of bucket b.
         buckets: number of buckets.
     """
 
@@ -92,8 +92,8 @@ def serve_store(host: str) -> TCPStore:
 def give_up(chain: Chain, reason: str) -> None:
     """Mark a weight sync as failed in the store, so that the members of the sync stop waiting for each other.
 
-    If the store cannot be reached, `give_up` does nothing. In this case, rank 0 of the actor, whose process runs the
-    store, is lost. The members of the sync then stop because their connections to the store are closed.
+    If the store cannot be reached, `give_up` does nothing: the process of the actor's rank 0, which runs the store, is
+    then lost, so all members of the sync stop because their connections to the store are closed.
     """
     with contextlib.suppress(RuntimeError):
         _mark(_connect(chain, GIVE_UP_S), reason)
@@ -105,7 +105,8 @@ def _connect(chain: Chain, limit_s: float) -> PrefixStore:
 
 
 def _mark(store: PrefixStore, reason: str) -> None:
-    store.compare_set(GIVEN_UP, "", reason or "failed")  # `compare_set` keeps the reason of an earlier failure.
+    # If the store already has a reason for the failure of the sync, `compare_set` does not overwrite this reason.
+    store.compare_set(GIVEN_UP, "", reason or "failed")
 
 
 class Member:
@@ -284,7 +285,7 @@ def receive_buckets(chain: Chain, place: int, load: Callable[[Bucket], None]) ->
 
 
 def encoded(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
-    """Return a bucket's description as JSON in bytes (n,) uint8, and the bucket's probes as bytes (m,) uint8.
+    """Return two uint8 arrays: the bytes of a bucket's description in JSON, and the bytes of the bucket's probes.
 
     A probe is a vector with which an engine verifies its weights (see `Piece.probe`). The description is not pickled,
     because unpickling data from a network connection can run arbitrary code.
@@ -312,7 +313,10 @@ def decoded(header: np.ndarray, data: np.ndarray, probes: np.ndarray) -> Bucket:
 
 
 def packed(takes_part: Sequence[Sequence[bool]]) -> np.ndarray:
-    """Pack booleans (ranks, buckets), which say whether a rank sends a part of a bucket, as `Chain.takes_part`."""
+    """Convert `takes_part` to the packed bits of `Chain.takes_part`.
+
+    `takes_part[r][b]` says whether rank r sends a part of bucket b.
+    """
     return np.packbits(np.asarray(takes_part, dtype=bool).T, axis=1)
 
 

@@ -41,7 +41,7 @@ class Offer:
             sends no part of a bucket takes part in writing the bucket only if it must help to gather a tensor. If there
             are several replicas of the model, the ranks of only one replica send rows.
         where: string that shows which processes can share files: two processes that can map each other's shared files
-            have the same string. None if the string is unknown (see `memory.whereabouts`).
+            have the same string. `where` is None if this string is unknown (see `memory.whereabouts`).
         has_file: whether the driver gave a path for a shared file for the weights and, on rank 0, this file could be
             created.
         gathers: whether at least one tensor must be gathered from several ranks before the tensor is sent.
@@ -162,7 +162,8 @@ class Sender:
         row = len(target) // max(1, len(rows))
         tick()
         # The number of rows in a chunk is a multiple of 8, so that the length of a chunk in bytes is a multiple of 8.
-        # With chunks of other lengths, the sum of the chunks' checksums would differ from the checksum of all rows.
+        # If the length of a chunk were not a multiple of 8 bytes, the sum of the chunks' checksums could differ from
+        # the checksum of all rows.
         step = max(8, CHUNK_BYTES // max(1, row) // 8 * 8)
         out = torch.from_numpy(target).view(self.torch_dtype).view(rows.shape)
         total, probes = 0, []

@@ -38,8 +38,8 @@ class Sends(Protocol):
     def export(self, number: int, path: str | None, *loaded: None) -> Bucket:
         """Write the rows that this rank holds into a bucket.
 
-        `loaded` holds the results (None) of earlier `load_bucket` calls, so Ray runs `export` only after these calls
-        have ended.
+        Ray runs `export` only after the `load_bucket` calls whose results are passed as `loaded` have ended. Each of
+        these results is None.
         """
 
     def serve_store(self) -> tuple[str, int]:
@@ -68,7 +68,8 @@ class Receives(Protocol):
     def load_bucket(self, sync: str, before: None, *parts: Bucket) -> None:
         """Load a bucket from the parts that the ranks wrote.
 
-        `before` is the result (None) of the engine's previous `load_bucket` call, so Ray runs the calls in order.
+        The argument `before` is the result of the engine's previous `load_bucket` call, which is always None. Ray waits
+        for this result before it runs the next `load_bucket` call, so the engine loads the buckets in order.
         """
 
     def receive_all(self, sync: str, chain: Chain, place: int) -> None:
@@ -158,7 +159,7 @@ async def _stream(
         ranks: the actor's ranks.
         engines: the engines.
         path: path of the shared file, which is also the name of the weight sync.
-        offers: for each rank, the message that says which buckets the rank takes part in writing.
+        offers: one `Offer` per rank, which says for each bucket whether the rank takes part in writing the bucket.
         shared: whether the bytes of the buckets go through the shared file. If `shared` is False, each rank returns its
             bytes as the result of `export`, and Ray passes the bytes to the engines as arguments of `load_bucket`.
     """
@@ -202,8 +203,8 @@ async def _through_group(
         await results([*sent, *loaded], depends_on=involved)
     except BaseException as error:
         await asyncio.to_thread(give_up, chain, described(error))
-        # A SyncStopped says only that another process failed. If that process has raised an error, raise its error
-        # instead of the SyncStopped.
+        # A process raises SyncStopped if the weight sync ended because another process failed. If the failed process
+        # has raised an error of its own, `_through_group` raises that error instead of SyncStopped.
         if isinstance(error, SyncStopped):
             for call in [*sent, *loaded]:
                 with contextlib.suppress(SyncStopped):

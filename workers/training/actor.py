@@ -224,8 +224,8 @@ class ActorWorker:
     ) -> UpdateResult:
         """Accumulate the gradient of a mini-batch of sampled answers, and return the results of the mini-batch.
 
-        In the first mini-batch of the update (`number` is 0), also compare the tokens' log-probs with the old log-probs
-        and with the engine's log-probs.
+        In the first mini-batch of an update (when `number`, the index of the mini-batch, is 0), the tokens' log-probs
+        are also compared with the old log-probs and with the engine's log-probs.
         """
         first, part = number == 0, UpdateResult()
         chosen = in_epoch(batch, number // self.config.minibatches_per_epoch)
@@ -386,8 +386,8 @@ class ActorWorker:
     def end_export(self) -> None:
         """Free the memory that was used to send the weights, after the weight sync has succeeded or failed."""
         self.sender.close()
-        # The attribute `sender` holds references to the model's parameters. If the model is replaced later, `sender`
-        # would keep the old parameters in memory.
+        # `self.sender` holds references to the model's parameters. If `self.sender` were not deleted, it would keep the
+        # parameters in memory even after the model is replaced.
         del self.sender
 
     def save_state(self, url: str) -> None:
@@ -547,7 +547,9 @@ def teacher_kl(columns: Mapping[str, Tensor]) -> Tensor:
 
 
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
-    """Compare the current log-probs with the old log-probs and with the engine's, and add up the results in `result`.
+    """Compare the current log-probs with the old log-probs and with the engine's log-probs.
+
+    The differences are added to the totals in `result`.
 
     `_compare` is called only for the first mini-batch, before the first optimizer step.
     """

@@ -120,7 +120,8 @@ def split_minibatches(
 ) -> list[list[Minibatch]]:
     """Return, for each rank, the rank's part of each mini-batch.
 
-    Each part also holds the token and sequence counts of the whole mini-batch over all ranks.
+    Each part also holds three counts of the whole mini-batch over all ranks: the number of trained tokens, the number
+    of rows with a trained token, and the number of trained tokens at which `positive_mask` is True.
 
     Rows without a trained token are in no micro-batch, because such rows would add exactly zero to the gradient. The
     docstring of `assign_minibatch` explains the argument `work`.
@@ -244,7 +245,8 @@ def divergence(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
     """Return metrics of the difference between the actor's and the engine's log-probs.
 
     Args:
-        sums: dictionary that `rollout_diagnostics` returned. Each value is the sum of a diagnostic over tokens.
+        sums: dictionary that `rollout_diagnostics` returned. Each value of `sums` is the sum, over tokens, of a
+            quantity that compares the two log-probs of a token.
         tokens: number of tokens over which the values of `sums` were summed.
 
     Returns:

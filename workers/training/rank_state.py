@@ -48,8 +48,8 @@ class Saved:
     """Result of saving one rank's part of a checkpoint.
 
     Attributes:
-        files: maps the path of each written file in the checkpoint to the file's size and CRC-32. A file's size and
-            CRC-32 are computed by reading the file back.
+        files: maps the path of each written file in the checkpoint to the file's size and CRC-32. After a checkpoint
+            file was written, it is read back to compute its size and its CRC-32.
         error: reason why saving failed, or "" if saving succeeded.
         seconds: time from the call of `save` until all files were written and read back.
     """

@@ -70,8 +70,8 @@ class ReferenceWorker(TeacherWorker):
 
         Args:
             number: index of the group of weights in the result of `weight_groups`.
-            shards: shards of the actor's weights in weight group `number`, sent by the actor's rank with the same rank
-                number as this rank.
+            shards: the actor's shards of the weights in this group. Rank i of the reference model gets the shards of
+                rank i of the actor.
         """
         tick()
         parameters = dict(self.model.named_parameters())

@@ -25,7 +25,7 @@ def log_probs_columns(algorithm: AlgorithmConfig) -> list[str]:
 def update_columns(algorithm: AlgorithmConfig) -> list[str]:
     """Return the names of all columns that the actor's update can read.
 
-    A batch need not have all columns in the returned list. The loss function has one parameter for each column that it
+    A batch may lack some columns of the returned list. The loss function has one parameter for each column that it
     reads, with the same name as the column. The columns that only the loss's token selector reads are left out,
     because the driver selects the tokens.
     """
@@ -40,9 +40,10 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
     return list(dict.fromkeys(columns))
 
 
-# A receiver that needs rows of a column may already have some of these rows. If the receiver has at most the fraction
-# FEW of the needed rows, the driver puts all needed rows into Ray's object store as one new object. Creating one object
-# takes the driver less time than creating several objects, even if the receiver gets some rows twice.
+# A rank that needs some rows of a column may already have received a part of these rows in this training step. If the
+# rank has received at most the fraction FEW of the needed rows, the driver puts all needed rows of the column into
+# Ray's object store as one new object. The driver creates one object faster than several objects, even if the rank then
+# gets some rows twice.
 FEW = 0.1
 
 
@@ -51,7 +52,7 @@ class _Part:
     """Some rows and columns of the training step's batch, stored as one object in Ray's object store.
 
     Attributes:
-        rows: the numbers that the rows of this part have in the batch, in ascending order.
+        rows: indices, in the whole batch, of the rows of this part, in ascending order.
         columns: names of the columns in this part.
         reference: Ray reference to a batch that has only the rows `rows` and the columns `columns`.
     """
@@ -61,9 +62,9 @@ class _Part:
     reference: Any
 
     def holds(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return a bool mask that is True for those `rows` that are in this part.
+        """Return a bool mask over the argument `rows` that is True for each row that this part contains.
 
-        If `rows` are exactly the rows of this part, `holds` returns None.
+        If the argument `rows` lists exactly the rows of this part, `holds` returns None instead of a mask.
         """
         return None if np.array_equal(rows, self.rows) else np.isin(rows, self.rows)
 

@@ -1,6 +1,7 @@
-"""Entropy-weighted advantages (GTPO, GRPO-S).
+"""Advantages from rewards that are weighted by the policy's entropy (methods GTPO and GRPO-S of arXiv 2508.04349).
 
-Correct answers get larger rewards at high entropy, and wrong answers get more negative rewards at low entropy.
+The rewards of correct answers are larger where the policy's entropy is high, and the rewards of wrong answers are more
+negative where the policy's entropy is low.
 """
 
 import math
@@ -152,16 +153,20 @@ def _learning_rows(response_mask: Tensor, uid: Tensor, valid: Tensor, successes:
 
 
 def _by_outcome(uid: Tensor, correct: Tensor) -> Tensor:
-    """Return an id for each row (B,), which two rows share if and only if they have the same group and outcome."""
+    """Return an id for each row (B,).
+
+    Two rows have the same id only if they are in the same group and are either both correct or both wrong.
+    """
     return 2 * group_index(uid) + correct.long()
 
 
 def _relative_shares(entropies: Tensor, outcome: Tensor, counted: Tensor, correct: Tensor) -> Tensor:
     """Compute n w / sum(w), with w = entropy for correct and w = 1 / entropy for wrong answers: (B, T) -> (B, T).
 
-    For each slot, the weights w are summed over n slots: the slots in the same column that are marked in `counted`
-    (B, T) and whose rows have the same `outcome` (B,). The factor n makes the mean of n w / sum(w) over the n summed
-    slots equal to 1. The results in slots that are not marked in `counted` are meaningless.
+    A slot is one position (row, column) of a (B, T) tensor. For each slot, sum(w) is a sum over the n slots in the same
+    column that are marked in `counted` (B, T) and whose rows have the same `outcome` (B,). The factor n makes the mean
+    of n w / sum(w) over the n summed slots equal to 1. The results in slots that are not marked in `counted` are
+    meaningless.
     """
     # An entropy is clamped to at least 0, because rounding can make an entropy slightly negative.
     entropies = entropies.clamp(min=0) + EPS

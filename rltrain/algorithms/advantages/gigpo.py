@@ -36,8 +36,8 @@ def gigpo(
     starts in the same state.
 
     The mean that is subtracted from a trajectory's reward sum includes this reward sum, and the mean that is subtracted
-    from a turn's return includes this return. Subtracting the two means therefore biases the gradient. With gamma 1 and
-    `norm_by_std` False, the expected gradient for an action is the true gradient multiplied by the factor
+    from a turn's return includes this return. Subtracting means that include the value itself biases the gradient. With
+    gamma 1 and `norm_by_std` False, the expected gradient for an action is the true gradient multiplied by the factor
     f = 1 - 1/n + step_weight E[(m - 1)/m]. In the factor f, n is the number of trajectories in a group, and m is the
     number of turns of the group that start in the action's state. Because GiGPO multiplies the true gradient by a
     factor that differs between states, the direction of the gradient summed over all states is biased.

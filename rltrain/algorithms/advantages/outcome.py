@@ -23,7 +23,7 @@ def response_scores(token_level_rewards: Tensor, response_mask: Tensor, valid: T
 
 
 def known_successes(successes: Tensor, counted: Tensor) -> Tensor:
-    """Return the mask (B,) of the rows in the mask `counted` whose answer is known to be correct or wrong.
+    """Return a mask (B,): True for rows of the mask `counted` where it is known whether the answer is correct.
 
     Raises:
         ValueError: if `counted` contains at least one row, but `successes` is NaN for all rows in `counted`.
@@ -40,7 +40,8 @@ def known_successes(successes: Tensor, counted: Tensor) -> Tensor:
 def spread(row_advantages: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Give each trained token the advantage of its row.
 
-    `row_advantages` is (B,). The returned advantages and returns are (B, T). The returns equal the advantages, because
+    `row_advantages` has the shape (B,), and both returned tensors have the shape (B, T): the advantages and the
+    returns of the tokens. The returns equal the advantages, because
     the estimators that use `spread` have no critic.
     """
     mask = as_mask(response_mask)

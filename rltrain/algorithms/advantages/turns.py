@@ -11,7 +11,7 @@ class Turns:
     """The turns of each row of a batch.
 
     Values of turns are stored in a matrix (B, K), where K is the number of turns in the row with the most turns. A turn
-    without a trained token counts as absent, so the turns before and after the absent turn are neighbours.
+    without a trained token is skipped: the turn after the skipped turn counts as the successor of the turn before.
 
     Args:
         response_mask: (B, T), True = the token is trained on.
@@ -68,7 +68,8 @@ class Turns:
         """Compute the return G_k = sum_l gamma^l r_{k+l}, where k counts only turns that have a trained token.
 
         r_k is the sum of the rewards of the trained tokens of turn k. The returns (B, K) are in the order of
-        `in_order`: in each row, the turns with a trained token come first. The columns after a row's last turn are 0.
+        `in_order`: in each row, the turns with a trained token come first. In each row of
+        the returns, the columns after the last of these turns are 0.
 
         Raises:
             ValueError: if `gamma` is outside [0, 1].

@@ -33,9 +33,9 @@ def geo_mean(
     trained tokens in the row. `clip_ratio_low` and `clip_ratio_high` bound the log-ratio, so 0.4 means a clip range of
     (e^-0.4, e^0.4) for the ratio. At every token of a row, s_t has the same value s, which is the geometric mean of the
     row's clipped ratios. The gradient of the token's loss l_t is -s A_t grad log pi(y_t) at a token that is not
-    clipped, and 0 at a clipped token. Clipping a token does not remove the gradient of other tokens. The loss needs all
-    tokens of a row. Under sequence parallelism, the caller must therefore gather the log-probs of a whole row before
-    calling the loss.
+    clipped, and 0 at a clipped token. Clipping a token does not remove the gradient of other tokens. The mean s is over
+    all trained tokens of a row, so under sequence parallelism, the caller must gather the log-probs of a whole row
+    before calling the loss.
 
     The loss is defined for the aggregation seq-mean-token-mean. If all tokens of a row have the same advantage, the
     mean of the token losses l_t over the row has the same value and gradient as the sequence loss L of the GMPO paper.

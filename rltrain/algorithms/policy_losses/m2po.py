@@ -23,7 +23,7 @@ def m2po(
 
         l = 0 where selected, else -min(r A, clip(r, 1-low, 1+high) A)
 
-    `m2po` computes the same formula as the loss `clip_cov`. The two losses differ only in their token selectors. The
+    The losses `m2po` and `clip_cov` compute the same formula, and differ only in their token selectors. The
     ratio r is pi(y_t) / pi_old(y_t), and A is the advantage. The policy pi_old is the actor's policy before the update,
     not the policy that sampled the answer. The M2PO paper has one ratio, pi(y_t) / pi_rollout(y_t), and no clipping.
     The ratio of the M2PO paper is r times pi_old / pi_rollout, and pi_old / pi_rollout is the weight of

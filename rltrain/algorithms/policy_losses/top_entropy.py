@@ -22,7 +22,7 @@ def top_entropy(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute PPO's clipped loss (`vanilla`) on the selected tokens, and 0 on all other tokens.
 
-    The loss is from arXiv 2506.01939 (Beyond the 80/20 Rule):
+    The loss l of a token is the loss of the paper "Beyond the 80/20 Rule" (arXiv 2506.01939):
 
         l = 1[H_t >= tau] (-min(r A, clip(r, 1-low, 1+high) A)), with the dual clip of `vanilla`
 

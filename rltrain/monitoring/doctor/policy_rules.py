@@ -79,8 +79,9 @@ def shown_rate(history: History) -> str:
     """Return the learning rate that the doctor recommends, as text.
 
     If the presets in the run's config contain a learning rate of at most half the run's learning rate, the doctor
-    recommends the learning rate of the presets. If the presets contain a higher learning rate or none, the doctor
-    recommends a tenth of the run's learning rate.
+    recommends the learning rate of the presets. If the learning rate of the presets is higher than half the
+    run's learning rate, or if the presets contain no learning rate, the doctor recommends a tenth of the run's learning
+    rate.
     """
     rate, preset = history.number("actor.lr", 0.0), history.preset("actor.lr")
     lower = isinstance(preset, int | float) and 0 < preset <= rate / 2

@@ -13,7 +13,8 @@ from rltrain.monitoring.doctor.history import Finding, History, Points, final_st
 # cause a few failures.
 FAILED_SHARE = 0.01
 UNSCORED_SHARE = 0.5  # The doctor reports missing scores only if at least half of the answers have no score.
-ENOUGH_FOR_TRENDS = 10  # The rule `reward hacking` compares the first five steps of a run with the last five.
+# The rule `reward hacking` compares the first five training steps of a run with the last five training steps.
+ENOUGH_FOR_TRENDS = 10
 # A rise of the mean reward by less than half the standard deviation of the individual rewards counts as noise.
 GAINED_SPREADS = 0.5
 FLAT_SHARE = 0.02  # An accuracy that rises by less than 0.02 counts as constant.

@@ -18,7 +18,7 @@ class RunIds:
 
     Args:
         output_dir: output folder of the run; must exist.
-        tracker: name of the tracker. The file `trackers.json` stores the id of the tracker's run under this name.
+        tracker: name of the tracker, which is the key of the tracker's run id in the file `trackers.json`.
     """
 
     def __init__(self, output_dir: Path, tracker: str) -> None:

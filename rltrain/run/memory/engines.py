@@ -115,7 +115,8 @@ def _received(config: Config, shape: ModelShape, limits: Limits) -> list[Part]:
     bucket = max(limits.bucket_bytes, shape.largest * MASTER)
     if config.rollout.weight_transport == "object_store":
         return [Part("sync buckets", bucket)]
-    # While an engine loads a bucket, the next bucket arrives. With several training ranks, a bucket arrives in parts.
+    # While an engine loads one bucket of weights, the engine already receives the next bucket, so two buckets are in
+    # memory. With several training ranks, a bucket arrives in parts, so the memory plan counts a third bucket.
     return [Part("sync buckets", bucket * (2 if config.placement.actor_ranks == 1 else 3))]
 
 

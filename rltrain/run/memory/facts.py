@@ -1,4 +1,4 @@
-"""Facts for the memory plan that are found with torch: the shapes of the models, and the machine's memory."""
+"""Uses torch to find what the memory plan needs to know: the shapes of the models, and the machine's memory."""
 
 from collections.abc import Sequence
 from typing import Any

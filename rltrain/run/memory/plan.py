@@ -114,7 +114,7 @@ def _fixed(name: str, count: int, size: float) -> Process:
 
 
 def _gpus(config: Config, ranks: Sequence[Process], answers: Process, capacity: int | None) -> list[Place]:
-    """Return one `Place` for each kind of GPU, with the memory that the processes on such a GPU need.
+    """Return one `Place` for each kind of GPU, with the memory that the processes on a GPU of this kind need.
 
     If each rank shares its GPU with an engine, there is only one kind of GPU. If ranks and engines have separate GPUs,
     each GPU has only one process, and there is one kind of GPU for each kind of process.
@@ -128,8 +128,8 @@ def _gpus(config: Config, ranks: Sequence[Process], answers: Process, capacity: 
     if config.takes_turns:
         needs = {phase: [*rank.device[phase], *answers.device[phase]] for phase in PHASES}
     else:
-        # If ranks and engines do not take turns, the engine never sleeps, so the engine's peak memory counts in every
-        # phase.
+        # If training ranks and engines do not take turns on a GPU, the engine never frees its GPU memory, so the
+        # engine's peak memory counts in every phase of the run.
         needs = {phase: [*rank.device[phase], *answers.device[peak(answers.device)]] for phase in PHASES}
     return [Place(name="GPU of each rank and engine", capacity=capacity, needs=needs)]
 

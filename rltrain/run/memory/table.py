@@ -14,7 +14,7 @@ _NAME, _COLUMN = 20, 10
 def summary(plan: MemoryPlan) -> str:
     """Return the memory plan in one line: the peak of each kind of process, and the available memory."""
     texts = []
-    for process in plan.processes[:-2]:  # The last two entries, the reward workers and the driver, are left out.
+    for process in plan.processes[:-2]:  # The last two entries are the reward workers and the driver.
         phases = process.device or process.host
         each = "" if process.count == 1 else "each "
         texts.append(f"{_count(process)} {each}{said(total(phases[peak(phases)]))}")

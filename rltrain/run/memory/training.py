@@ -190,8 +190,8 @@ class RankMemory:
         Before a rank loads its shard of a model, the rank loads one decoder layer and the parameters outside the
         layers, to check that packed rows do not influence each other. The parameters for the check of packed rows are
         in float32 in host memory, and are freed before the rank loads its shard. If the shard is in host memory too,
-        the shard reuses the freed memory. The plan then counts only the difference in bytes between the parameters for
-        the check of packed rows and the shard, if this difference is positive.
+        the shard reuses the freed memory. The memory plan then counts only the bytes by which the parameters for the
+        check of packed rows are larger than the shard, or 0 bytes if the parameters are smaller.
         """
         samples = []
         for role in self.roles:
@@ -290,7 +290,7 @@ class RankMemory:
         return [Part("sync buckets", min(file, actor.shape.parameters * self.compute))]
 
     def saving(self) -> list[Part]:
-        """Return the parts of the memory plan that a save needs: copies of the training state, and exported tensors."""
+        """Return the memory needed to save a checkpoint: copies of the training state, and exported tensors."""
         trained = sum(role.trained for role in self.roles)
         largest = max(role.shape.largest for role in self.roles)
         return [

@@ -154,7 +154,8 @@ def test_a_batch_without_tokens_gives_empty_advantages():
     assert Turns(mask, index).present.tolist() == [[False], [False]]
 
 
-# A problem whose policy decides in turn 1 whether to stop, and chooses an action in turn 2.
+# A small test problem with at most two turns: in turn 1 the policy stops or goes on, and if it goes on, it chooses one
+# of two actions in turn 2.
 GO, FIRST = 0.6, 0.3  # Probabilities of going on in turn 1, and of the first action in turn 2.
 STOP_REWARD, GO_REWARD, ACTION_REWARDS = 1.0, 0.2, (1.5, 0.9)
 # Each possible trajectory is (probability, rewards of the turns, gradients of the turns' log-probs with respect to the

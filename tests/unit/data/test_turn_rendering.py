@@ -212,7 +212,7 @@ def test_a_template_that_writes_no_calls_still_writes_results(templates):
         (CHATML_TOOLS.replace("add_generation_prompt", "false"), "does not open the assistant's"),
         (CHATML_TOOLS.replace("message in messages", "message in messages[-4:]"),
          "leaves out messages of the role user"),
-        ("{{- messages | length }}" + CHATML_TOOLS, "where the template writes"),
+        ("{{- messages | length }}" + CHATML_TOOLS, "the built conversation contains"),
         ("{% for m in messages[:-1] %}<s>{% endfor %}" + CHATML_TOOLS, "control token"),
         ("{% if x %}", "Unexpected end of template"),
         (None, "no chat template"),

@@ -472,7 +472,10 @@ def test_adapters_have_a_rank_and_by_default_all_linear_layers_and_alpha_twice_t
         ("{rank:null}", "model.lora.rank=null: must be a whole number"),
         ("{rank:8,alpha:0}", "model.lora.alpha must be > 0, got 0: "),
         ("{rank:8,alpha:null}", "model.lora.alpha=null: must be a finite number"),
-        ("{rank:8,targets:[]}", "model.lora.targets=[]: the list names no layer; name layers, as in [q_proj,v_proj]"),
+        (
+            "{rank:8,targets:[]}",
+            "model.lora.targets=[]: the list names no layer; name layers, as in [q_proj,v_proj], or",
+        ),
         ("{rank:8,targets:null}", "model.lora.targets=null: must be a list"),
         ("{rank:8,targets:[q_proj,3]}", "model.lora.targets[1]=3: must be text"),
         ("{rank:8,targets:[q,q]}", "model.lora.targets=['q', 'q']: the list names a layer twice"),

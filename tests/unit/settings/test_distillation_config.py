@@ -88,7 +88,10 @@ def test_the_log_ratio_needs_the_actors_log_probs_before_the_update():
         (["algorithm=mopd", TWO[0]], "teachers=[math, code] without teacher_column: the data does not say wh"),
         (["algorithm=mopd", ONE, f"{DISTILLATION}.kl=full"], "kl=full with mode=reward: the exact KL of a position "),
         (["algorithm=distill", f"{DISTILLATION}.teachers=[{URL}]"], f"kl=full with the endpoint {URL}: an endpoint "),
-        (["algorithm=mopd", f"{DISTILLATION}.teachers=[a/m,b/m]", TWO[1]], "teachers: two teachers are named 'm'; "),
+        (
+            ["algorithm=mopd", f"{DISTILLATION}.teachers=[a/m,b/m]", TWO[1]],
+            "teachers: two teachers are named 'm'; give each",
+        ),
         (
             ["algorithm=mopd", f"{DISTILLATION}.teachers=[{{name: a b, path: m}}]"],
             "teachers: name 'a b': the name is part",

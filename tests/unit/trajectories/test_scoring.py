@@ -283,5 +283,7 @@ def test_C8_the_length_reward_does_not_change_which_groups_have_one_outcome():
 
 def test_a_length_reward_without_a_function_that_decides_is_an_error():
     made = of_lengths([1.0, 0.0], [2, 6], [float("nan")] * 2)
-    with pytest.raises(RewardError, match=r"group_length_weight=0\.2: .*, but no reward function decides whether"):
+    with pytest.raises(
+        RewardError, match=r"group_length_weight=0\.2: the length reward .*, but no reward function decides whether"
+    ):
         shaped(made, WEIGHT)

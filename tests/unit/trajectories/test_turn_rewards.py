@@ -1,4 +1,4 @@
-"""Tests that in conversations, the token rewards sum to the score, and each turn gets its own reward."""
+"""Tests that in each conversation, the sum of the token rewards is the score, and each turn gets its own reward."""
 
 import pytest
 import torch

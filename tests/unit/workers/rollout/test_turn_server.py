@@ -88,7 +88,7 @@ def test_a_message_with_more_tokens_than_characters_is_cut_off_too():
         tokenizer_object=byte_level(), eos_token="<|im_end|>", additional_special_tokens=specials
     )
     byte_pairs.chat_template = TEMPLATE
-    assert len(byte_pairs.encode("ßßß", add_special_tokens=False)) == 6  # one token for each byte
+    assert len(byte_pairs.encode("ßßß", add_special_tokens=False)) == 6  # Each of the 6 bytes is one token.
     made = turn_server(byte_pairs, TurnFormat([], "hermes"), [byte_pairs.eos_token_id])
     asked = turn(1, "ßßß", key=(1, 0, 1), context_ids=[1], action_ids=[1], room=200)
     (request,), _ = made.begin("a", [asked])

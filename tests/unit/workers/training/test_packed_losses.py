@@ -1,4 +1,4 @@
-"""Tests that for every loss, actor and critic give equal results on packs and on separate contexts.
+"""Tests that for every loss, actor and critic give equal results whether contexts are packed or separate.
 
 Each row of the batch has one context, except row 3, which has two.
 """
