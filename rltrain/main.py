@@ -51,7 +51,8 @@ from rltrain.settings.compose import compose, profile_defaults, to_yaml
 from rltrain.settings.schema import Config
 from workers.cluster.worker_process import quiet
 
-# Modules that import torch are imported only for type annotations, because importing torch takes seconds.
+# At the start of this file, modules that import torch are imported only for type annotations, because importing torch
+# takes seconds.
 if TYPE_CHECKING:
     from rltrain.monitoring.console import ConsoleDisplay
     from rltrain.monitoring.tracking import Tracker
@@ -407,11 +408,7 @@ def environments_of(
 
 
 def collector_of(config: Config, workers: "Workers", prompts: PromptSet, tasks: BackgroundTasks) -> "Collector":
-    """Create the collector of the run.
-
-    The collector requests answers from the rollout engines, and requests the scores of the answers from the reward
-    workers.
-    """
+    """Create the collector, which requests answers from the rollout engines and scores from the reward workers."""
     from rltrain.trajectories.collector import Collector
     from rltrain.trajectories.reward_models import reward_models
 
@@ -437,7 +434,7 @@ def teachers_of(config: Config, workers: "Workers", tasks: BackgroundTasks) -> "
 def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":
     """Create the object that saves the run's checkpoints.
 
-    Each checkpoint also stores fingerprints of the data, reward functions and models of the run.
+    Besides the training state, each checkpoint stores fingerprints of the data, reward functions and models of the run.
     """
     from rltrain.run.checkpoints import Checkpoints
     from rltrain.run.source_fingerprints import sources
@@ -555,8 +552,8 @@ def supervised_options(config: Config, tokenizer: Any) -> SupervisedOptions | No
 def start_model(config: Config, display: "ConsoleDisplay") -> str:
     """Return the path of the model with which training starts.
 
-    The returned path is the absolute path of a directory, or a repository name on the Hugging Face hub with a commit.
-    The returned path does not depend on the working directory.
+    `start_model` returns the absolute path of the model's directory, or the model's repository name on the Hugging Face
+    hub with a commit. The result of `start_model` does not depend on the working directory.
 
     If `model.path` names the built-in model and the model is not in the cache yet, `start_model` creates the model and
     reports the progress to `display`.

@@ -27,7 +27,8 @@ def _report(words: list[str]) -> None:
     try:
         notes = write(folders, output)
     except OSError as error:
-        error.filename = error.filename or str(output)  # The OSError that a full disk raises has no file name.
+        # The OSError that a full disk raises has no file name, so the path of the page is used for the error message.
+        error.filename = error.filename or str(output)
         raise
     for note in notes:
         print(f"note: {one_line(note, LONGEST)}", file=sys.stderr)  # noqa: T201

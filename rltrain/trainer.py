@@ -206,7 +206,7 @@ class Trainer:
     def trained(self) -> dict[str, WorkerGroup[SavesState]]:
         """Return a dict that maps each role to the worker group whose state is saved in checkpoints.
 
-        The roles are the actor, the critic, and a reference model that is updated during training.
+        The roles with a saved state are the actor, the critic, and a reference model that is updated during training.
         """
         reference = self.reference if self.config.algorithm.refreshes_reference else None
         groups: dict[str, WorkerGroup[SavesState] | None] = {
@@ -450,7 +450,7 @@ class Trainer:
         return _named(role, metrics)
 
     async def with_old_log_probs(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """Add the column `old_log_probs`: log-probs that the actor or the engine computed before the update.
+        """Add the column `old_log_probs`: log-probs that the actor or the engine computed before this step's updates.
 
         If one optimizer step trains on the whole batch, the old log-probs equal the current log-probs, so the column
         `old_log_probs` is usually left out. While `engine_checked` is False, which is usual only in the first training

@@ -36,7 +36,7 @@ from workers.cluster.liveness import Liveness
 from workers.cluster.node_settings import Sharing
 from workers.cluster.processes import LocalProcess, Pending, RayProcess, Role, WorkerProcess, recorded_by, results
 from workers.cluster.ray_daemons import Daemons, RemoteDaemon
-from workers.cluster.ray_guard import Guard
+from workers.cluster.ray_guard import RayGuard
 from workers.cluster.shared_devices import SharedDevices
 from workers.cluster.worker_process import Host
 from workers.environments.messages import Environments
@@ -69,7 +69,9 @@ _DISCONNECT_S = 10.0  # maximum time in seconds to disconnect from a cluster who
 _ANSWER_S = 10.0  # timeout in seconds of the test connection to a cluster's port
 _LAST_PORT = 65_535
 ROOM_POLL_S = 5.0  # interval in seconds at which the driver looks for a machine with free resources for another engine
-COLLECTIVE_TIMEOUT_S = 600.0  # minimum timeout of collective operations in seconds; hang detection acts earlier
+# Minimum timeout of collective operations in seconds. If several ranks run, the timeout is at least twice
+# `trainer.hang_timeout_s`, so a hanging rank is detected before a collective operation times out.
+COLLECTIVE_TIMEOUT_S = 600.0
 # Environment variables that keep other machines from connecting to the workers' sockets in a run on a single machine.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
@@ -84,7 +86,7 @@ class _Connection:
         daemons: Ray daemons that the connection to Ray needs.
     """
 
-    guard: Guard | None = None
+    guard: RayGuard | None = None
     daemons: Daemons = field(default_factory=Daemons)
 
 
@@ -105,8 +107,8 @@ def build_environment_worker(
         threaded: Whether the worker runs its trajectories in a separate thread.
     """
     process, name = spawn(number), f"{ENVIRONMENT} {number}.{starts}"
-    # If `threaded` is False, the worker runs in the driver's process, and a memory limit would also apply to the
-    # driver.
+    # If `threaded` is False, the environment worker runs in the driver's process, so a memory limit for the worker
+    # would limit the driver too.
     memory_mb = environments.memory_mb if threaded else None
     source, limits = environments.source, environments.limits
     built = process.build(ENVIRONMENT, ENVIRONMENT_WORKER, name, source, limits, threaded=threaded, memory_mb=memory_mb)
@@ -259,12 +261,13 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is not None and issubclass(kind, KeyboardInterrupt | asyncio.CancelledError):
-            self.kill()  # the user has asked a second time to stop, so running calls are not awaited
+            # the user has asked a second time to stop, so the workers are stopped even if they execute method calls
+            self.kill()
         else:
             await self.close()
 
     async def close(self) -> None:
-        """Stop all workers of this run. The rollout engines are allowed to finish their running calls."""
+        """Stop all workers of this run, after each rollout engine has finished the method call that it is executing."""
         if self.daemons.lost():
             # workers cannot answer without Ray's daemons, and all workers end when the driver disconnects from Ray
             return
@@ -311,10 +314,12 @@ def connect(config: Config) -> dict[str, float]:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if local:
             os.environ.setdefault("RAY_AUTH_MODE", "token")  # Setting RAY_AUTH_MODE avoids a warning of Ray.
-            os.environ.setdefault("RAY_worker_niceness", "0")  # By default, Ray lowers its workers' CPU priority.
-            os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # Only Ray's dashboard needs task events.
+            # By default, Ray lowers its workers' CPU priority. A niceness of 0 keeps the normal priority.
+            os.environ.setdefault("RAY_worker_niceness", "0")
+            # Only Ray's dashboard needs task events, so an interval of 0 turns task events off.
+            os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
             # By default, glibc creates a memory arena for most of Ray's many threads, and an arena never returns its
-            # peak memory to the system.
+            # peak memory to the system. MALLOC_ARENA_MAX limits each Ray process to two arenas.
             os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     with _on_loopback() if local else contextlib.nullcontext():
         import ray
@@ -326,7 +331,7 @@ def connect(config: Config) -> dict[str, float]:
         options["runtime_env"] = {"env_vars": config.placement.env_vars}
     if not config.verbose:
         _no_reports()
-    _connection.guard = Guard(secrets.token_hex(8) if local else "")
+    _connection.guard = RayGuard(secrets.token_hex(8) if local else "")
     try:
         token = _own_token() if local else contextlib.nullcontext()
         with hangups_ignored(), token, _connection.guard.marking():
@@ -420,8 +425,8 @@ def _no_cluster(address: str, error: Exception) -> ConfigError:
 
 def _no_reports() -> None:
     """Keep Ray from printing a long report of each failed process or call, because the run itself reports failures."""
-    # If several ranks fail, the run raises only the error of the first rank that failed. Ray would print the errors of
-    # the other failed ranks if the environment variable RAY_IGNORE_UNHANDLED_ERRORS were not set.
+    # If several ranks fail, the run raises only the error of the first rank that failed. Without the environment
+    # variable RAY_IGNORE_UNHANDLED_ERRORS, Ray would print the errors of all ranks that failed after the first one.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with contextlib.suppress(ImportError):
         from ray._private import worker
@@ -462,13 +467,15 @@ def _own_token() -> Iterator[None]:
 
     loader: Any = _raylet
 
-    loader.AuthenticationTokenLoader.instance().reset_cache()  # Ray's cache may hold the token of a previous cluster
+    # Ray's cache may hold the token of a previous cluster, so the cache is cleared
+    loader.AuthenticationTokenLoader.instance().reset_cache()
     if own := not {_TOKEN, f"{_TOKEN}_PATH"} & os.environ.keys():
         os.environ[_TOKEN] = secrets.token_hex(32)
     try:
         yield
     finally:
-        if own:  # another cluster that this process joins later has its own authentication token
+        if own:
+            # `RAY_AUTH_TOKEN` is deleted, because a Ray cluster that this process joins later has a different token
             del os.environ[_TOKEN]
 
 
@@ -491,7 +498,8 @@ def _disconnect_from_lost_head() -> None:
 
     If the head's machine has no power or no network, Ray waits for the head until TCP gives up after minutes. If
     `ray.shutdown` has not returned after `_DISCONNECT_S` seconds, this function registers an exit handler that ends the
-    process at once. Without this exit handler, Ray's own exit handler would wait for the cluster's head again.
+    process at once. Without the exit handler `_exit_at_once`, Ray's own exit handler would wait for the cluster's lost
+    head when this process exits.
     """
     import ray
 
@@ -499,11 +507,12 @@ def _disconnect_from_lost_head() -> None:
     ending.start()
     ending.join(_DISCONNECT_S)
     if ending.is_alive():
-        atexit.register(_exit_at_once)  # Python first runs the exit handler that was registered last
+        # Python first runs the exit handler that was registered last, so `_exit_at_once` runs before Ray's exit handler
+        atexit.register(_exit_at_once)
 
 
 def _exit_at_once() -> None:
-    with contextlib.suppress(OSError, ValueError):  # stdout and stderr may already be closed
+    with contextlib.suppress(OSError, ValueError):  # `flush` fails if stdout or stderr is already closed
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(1)
@@ -662,7 +671,7 @@ class _Engine:
     def build(self, process: WorkerProcess, config: Config, *, threaded: bool) -> Building:
         """Start building a rollout engine in a worker process.
 
-        The build of the engine begins as soon as the model is on the machine of the process.
+        The worker process builds the engine as soon as the model's files are on the machine of the worker process.
         """
         folder = process.model_directory(self.path)
         turns = None if self.environments is None else self.environments.turn_format
@@ -678,10 +687,11 @@ _Started = tuple[RewardPool, RolloutPool, Training, Liveness | None]
 def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> WorkerGroup[Any]:
     """Return a new worker group for a role.
 
-    The new worker group has no ranks until the caller sets `WorkerGroup.ranks`. Reward models do not use sequence
-    parallelism, so each rank of a reward model gets different rows. The batches of a reward model have no columns in
-    common with the batches of other roles. The batches of all roles except reward models have columns in common. The
-    registry `shared` puts each column that several roles use into Ray's object store only once.
+    A worker group from `group_of` has no ranks until the caller sets `WorkerGroup.ranks`. Reward models do not use
+    sequence parallelism, so each rank of a reward model gets different rows. The batches of a reward model have no
+    columns in common with the batches of other roles, so the worker group of a reward model does not use the registry
+    `shared`. The batches of all roles except reward models have columns in common. The registry `shared` puts each
+    column that several roles use into Ray's object store only once.
     """
     if role.startswith(REWARD_MODEL):
         return WorkerGroup([], work_of(role, path))
@@ -689,9 +699,10 @@ def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> Wor
 
 
 def work_of(role: str, path: str) -> RowWork:
-    """Return the numbers of multiply-adds from which the cost of a row in a role's forward pass is estimated.
+    """Return the numbers of multiply-adds that a role's model needs in the forward pass, per token and per token pair.
 
-    Only the actor, the reference model and the teachers have an output head over the vocabulary.
+    The cost of a row in a role's forward pass is estimated from the `RowWork` object that `work_of` returns. Only the
+    actor, the reference model and the teachers have an output head over the vocabulary.
     """
     return row_work(text_config(path), head=role in ("actor", REFERENCE) or role.startswith(TEACHER))
 
@@ -736,7 +747,7 @@ def spawner(
         config: The run's whole config.
         name: Kind of the workers, such as "training rank". In messages, a worker is called by its kind and its index,
             such as "training rank 0".
-        count: Number of Ray actors that the returned function will start.
+        count: Largest number of workers of the kind `name` that run at the same time. Each worker is one Ray actor.
         liveness: Monitor that observes the processes of the Ray actors.
         devices: GPUs of the Ray actors, one GPU per Ray actor. If `devices` is None, Ray chooses among all GPUs with
             enough free capacity.

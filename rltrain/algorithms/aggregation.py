@@ -55,7 +55,7 @@ def aggregate_loss(
 
 
 def _count(number: int | Tensor, like: Tensor) -> Tensor:
-    """Return `number` as a tensor of at least 1, so that the loss of a batch without trained tokens is 0, not NaN."""
+    """Return max(number, 1) as a tensor, so that the loss of a batch without trained tokens is 0, not NaN."""
     return torch.as_tensor(number, dtype=like.dtype, device=like.device).clamp(min=1)
 
 

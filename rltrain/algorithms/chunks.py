@@ -41,7 +41,7 @@ def logits(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature: float
     """Compute logits (rows, columns) in a new tensor, from hidden states (rows, H) and head weights (columns, H).
 
     The logits are divided by the temperature. The matrix product is computed in the dtype of its factors, as in a
-    model's last layer. The result is float64 if the product is float64, and float32 otherwise.
+    model's last layer. The function `logits` returns float64 if the matrix product is float64, and float32 otherwise.
     """
     product = as_float(F.linear(hidden, head, bias))
     return product if temperature == 1 else product.div_(temperature)
@@ -69,8 +69,8 @@ class RunningSoftmax:
         Args:
             rows: the positions whose logits are in the chunk.
             chunk: logits (rows, columns) of the positions `rows` for some vocabulary entries.
-            values: tensor (rows, columns) with one value for each logit in `chunk`, or None. The softmax-weighted mean
-                of these values is computed for each position.
+            values: tensor (rows, columns) with one value for each logit in `chunk`, or None. If `values` is given, the
+                property `mean` is the softmax-weighted mean of `values` for each position.
         """
         before = self.top[rows]
         top = torch.maximum(before, chunk.amax(-1))

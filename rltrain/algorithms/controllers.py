@@ -35,7 +35,8 @@ class AdaptiveKLController(FixedKLController):
     e = clip(KL / target - 1, -0.2, 0.2);   kl_coef <- kl_coef * (1 + e * n_steps / horizon)
 
     KL is the divergence measured since the last update, in the unit of `target`. The number n_steps counts the
-    sequences that were processed since the last update. The time constant `horizon` is also a number of sequences.
+    sequences that were processed since the last update. The time constant `horizon` is measured in sequences, like
+    n_steps.
     """
 
     def __init__(self, kl_coef: float, target: float, horizon: int) -> None:

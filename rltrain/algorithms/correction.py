@@ -41,16 +41,16 @@ def rollout_correction(
     pi_old(y_t) / pi_rollout(y_t) over the row's trained tokens. The knob `mode` defines what happens to tokens whose
     importance weight w is outside of [lower, upper]:
 
-    - truncate: the weight w is clamped to [lower, upper], and no token is dropped. With lower=0, this mode is truncated
-      importance sampling (TIS).
+    - truncate: the weight w is clamped to [lower, upper], and no token is dropped. With lower=0, the mode "truncate" is
+      truncated importance sampling (TIS).
     - mask: tokens whose weight w is outside of [lower, upper] are dropped, and other tokens keep their weight (IcePop,
-      arXiv 2510.18855). At the levels "sequence" and "geometric", all tokens of a row have the same weight w, so whole
-      rows are dropped.
+      arXiv 2510.18855). At the levels "sequence" and "geometric", all tokens of a row have the same weight w, so
+      all tokens of a row are kept or all are dropped.
 
     A value of None for `lower` or `upper` means no bound. If `advantages` A are given, `mode="mask"` drops only tokens
     with A < 0. Tokens that have a negative advantage and are unlikely under the trained policy destabilise training. If
     the importance weight w of a token is outside of [lower, upper] but the token is not dropped, w is clamped to
-    [lower, upper]. To drop tokens or rows without weighting the remaining tokens, use `rollout_rejection`.
+    [lower, upper]. To drop tokens or rows without weighting the kept tokens, use `rollout_rejection`.
 
     The policy-loss term of a token is `torch.where(mask, weights * token_losses, 0)`. Aggregate the policy-loss term
     over the whole `response_mask`, so that a dropped token still counts in every denominator and keeps its KL and
@@ -60,11 +60,12 @@ def rollout_correction(
     Log-ratios are clamped to [-20, 20]. The inputs in masked slots are ignored.
 
     Returns:
-        (weights, mask, metrics). The importance weights (B, T) are detached, and are 0 outside of the mask. The mask
-        (B, T) is bool and a subset of `response_mask`. The metrics are sums over the trained tokens, and the caller
-        divides each sum by the number of trained tokens: `weight_mean` sums the weights, `outside_fraction` counts the
-        tokens with w outside of [lower, upper], `dropped_fraction` counts the dropped tokens, and `rollout_kl` sums one
-        estimate of KL(pi_rollout || pi_old) for each token.
+        (weights, mask, metrics). The importance weights (B, T) are detached, and are 0 at dropped tokens and in masked
+        slots. The bool mask (B, T) is True at the tokens in `response_mask` that are not dropped. Each metric is a sum
+        over the trained tokens, and the caller divides the sum by the number of trained tokens. The metric
+        `weight_mean` is the sum of the weights, `outside_fraction` is the number of tokens with w outside of
+        [lower, upper], and `dropped_fraction` is the number of dropped tokens. The metric `rollout_kl` is the sum of
+        one estimate of KL(pi_rollout || pi_old) for each token.
 
     Raises:
         ValueError: if `level` or `mode` is unknown, or if 0 <= lower <= 1 <= upper does not hold.
@@ -131,10 +132,12 @@ def rollout_rejection(
     divergence that is NaN does not count as out of bounds, so that the mask does not hide the NaN from the loss.
 
     Returns:
-        (mask, metrics). The mask (B, T) is bool and a subset of `response_mask`. The metrics are sums over the trained
-        tokens, and the caller divides each sum by the number of trained tokens: `divergence` sums the tokens' KL
-        estimates, `outside_fraction` counts the tokens that are out of bounds (at the levels "sequence" and "max": all
-        tokens of the rows that are out of bounds), and `dropped_fraction` counts the dropped tokens.
+        (mask, metrics). The bool mask (B, T) is True at the tokens in `response_mask` that are not dropped. Each metric
+        is a sum over the trained tokens, and the caller divides the sum by the number of trained tokens. The metric
+        `divergence` is the sum of the tokens' KL estimates, and `dropped_fraction` is the number of dropped tokens. At
+        the level "token", the metric `outside_fraction` is the number of tokens whose divergence is outside of
+        [lower, upper]. At the levels "sequence" and "max", the metric `outside_fraction` counts all trained tokens of
+        each row that is out of bounds.
 
     Raises:
         ValueError: if `kl_estimator` or `level` is unknown, if both bounds are None, if `lower` is given for an

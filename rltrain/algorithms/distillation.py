@@ -21,7 +21,7 @@ def distilled_advantages(
     coef: float = 1.0,
     outcome_coef: float = 1.0,
 ) -> Tensor:
-    """Add the teacher's log-ratio to the advantages; MOPD of MiMo-V2-Flash, arXiv 2601.02780 eqs. 8 and 9.
+    """Add the log-ratio of teacher to policy to the advantages (MOPD of MiMo-V2-Flash, arXiv 2601.02780 eqs. 8 and 9).
 
         A_t = coef log(pi_T(y_t) / pi_old(y_t)) + outcome_coef A_outcome,t
 
@@ -56,6 +56,6 @@ def sampled_teacher_kl(log_probs: Tensor, old_log_probs: Tensor, teacher_log_pro
     now = masked(log_probs, mask)
     difference = safe_log_ratio(now.detach(), teacher_log_probs, mask)
     weight = safe_log_ratio(now.detach(), old_log_probs, mask).exp() * difference
-    # `now` holds the policy's log-probs. The difference `now - now.detach()` has the value 0 and the gradient of `now`,
-    # so the second term of the sum changes only the gradient of the result, not its value.
+    # `now` holds log pi of the sampled tokens. The difference `now - now.detach()` has the value 0 and the gradient of
+    # `now`, so the term `weight * (now - now.detach())` changes only the gradient of the result, not its value.
     return torch.where(mask, weight + weight * (now - now.detach()), 0)

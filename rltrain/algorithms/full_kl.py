@@ -22,16 +22,20 @@ def full_kl(
     """Compute the exact reverse KL divergence KL(pi || pi_ref) at each of N positions.
 
         KL = sum_v pi_v (log pi_v - log pi_ref_v),   pi = softmax(z / temperature),  z = hidden @ head^T
+
+    The gradient with respect to the logits z is
+
         dKL / dz_v = pi_v (log pi_v - log pi_ref_v - KL) / temperature
 
-    `hidden` (N, H) holds the policy's last hidden states, and `head` (V, H) holds the weights of the policy's output
-    layer. `ref_hidden` (N, H') and `ref_head` (V, H') are the hidden states and output weights of the reference model,
-    which gets no gradient. The returned KL has the shape (N,) and is never negative. In contrast,
-    the module `rltrain.algorithms.kl` contains estimators of the KL that need only the log-probs of sampled tokens.
+    `hidden` (N, H) holds the policy's last hidden states, and `head` (V, H) holds the weights of the policy's
+    output layer. `ref_hidden` (N, H') and `ref_head` (V, H') are the hidden states and output weights of the
+    reference model, which gets no gradient. `full_kl` returns one KL value per position, as a tensor (N,), and the KL
+    is never negative. Estimators of the KL that need only the log-probs of sampled tokens are in the module
+    `rltrain.algorithms.kl`.
 
-    A vocabulary entry of probability 0 under the policy adds exactly 0 to the KL and has no gradient. If both models
-    have a logit of -inf for a vocabulary entry, the entry adds 0 to the KL. If only the reference has a logit of -inf
-    for a vocabulary entry, the KL is inf.
+    A vocabulary entry of probability 0 under the policy adds exactly 0 to the KL and has no gradient. If both the
+    policy and the reference have a logit of -inf for a vocabulary entry, the entry adds 0 to the KL. If only the
+    reference has a logit of -inf for a vocabulary entry, the KL is inf.
 
     At most `chunk_size` logits (positions times vocabulary entries) of each model are in memory at a time. The backward
     pass recomputes the logits, with at most `chunk_size` logits of each model in memory. If `chunk_size` is None,
@@ -41,9 +45,9 @@ def full_kl(
     and float32 if the matrix products have a narrower dtype.
 
     `full_kl` takes no mask, so the caller must pass the hidden states of only the trained positions. The KL at a
-    position is a sum over the whole vocabulary and does not depend on the token that was sampled there. Because
-    the exact KL does not depend on the sampled token, the KL needs no importance ratio that corrects for the policy
-    that sampled the token.
+    position is a sum over the whole vocabulary and does not depend on the token that was sampled there. Because the
+    exact KL at a position does not depend on the token sampled there, the KL needs no importance ratio, even if
+    another policy sampled the token.
 
     Raises:
         ValueError: if `temperature` is not finite and above 0, if `chunk_size` is below 1, or if policy and reference
@@ -83,9 +87,9 @@ class _FullKL(torch.autograd.Function):
                 ref_chunk = logits(ref_hidden[rows], ref_head[columns], None, temperature)
                 policy.add(rows, chunk, chunk - ref_chunk)
                 reference.add(rows, ref_chunk)
-        # The KL is policy.mean - (policy.log_sum - reference.log_sum), where each `log_sum` is top + log(total). The
-        # code below computes the difference of the two `log_sum` values from the `top` and `total` of both models,
-        # which avoids the rounding error of adding `top` and log(total) first.
+        # The KL is policy.mean - (policy.log_sum - reference.log_sum), where each `log_sum` is top + log(total).
+        # The code below computes policy.log_sum - reference.log_sum as (policy.top - reference.top) +
+        # log(policy.total / reference.total), to avoid the rounding error of adding `top` and log(total).
         kl = policy.mean - (policy.top - reference.top) - (policy.total / reference.total).log()
         ctx.save_for_backward(hidden, head, ref_hidden, ref_head, policy.log_sum, reference.log_sum, kl)
         ctx.temperature, ctx.size = temperature, size
@@ -94,7 +98,7 @@ class _FullKL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of the tensors `hidden` and `head`, summed over chunks."""
+        """Compute the gradients with respect to `hidden` and `head`, summed over chunks."""
         hidden, head, ref_hidden, ref_head, log_sum, ref_log_sum, kl = ctx.saved_tensors
         weights = gradients[0] / ctx.temperature
         sums = GradientSums(hidden, head, None, ctx.needs_input_grad)

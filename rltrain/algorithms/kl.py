@@ -92,11 +92,12 @@ def kl_estimate(
     All tensors have the same shape, for example (B, T). `old_log_probs` are the log-probs of the policy that sampled
     the tokens. If `old_log_probs` is given, the estimate is multiplied by r = pi / pi_old, so that the mean of the
     multiplied estimate over samples from pi_old equals the mean of the original estimate over samples from pi.
-    Gradients flow not only through the estimate but also through the importance ratio r:
+    Gradients flow through the estimate and through the importance ratio r, except that no gradient flows through r
+    where k3 or log r is clamped, or if the name of the estimator ends with "+".
 
-    - The expected gradient of r k1 and of r k3 is exactly the gradient of the reverse KL. Without the factor r, neither
-      k1 nor k3 has this expected gradient. The product r k3 is the unbiased KL estimate of DeepSeek-V3.2, arXiv
-      2512.02556 eq. 7.
+    - The expected gradient of r k1 and of r k3 is exactly the gradient of the reverse KL. Without the factor r, the
+      expected gradient is zero for k1, and the gradient of the forward KL for k3. The product r k3 is the unbiased KL
+      estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
     - The expected gradient of r k2 is the gradient of the mean of k2 over samples from pi, and the expected gradient of
       r |d| is the gradient of the mean of |d| over samples from pi.
     - An estimator whose name ends with "+", such as k3+, already has the complete gradient of the KL, so a gradient
@@ -105,8 +106,8 @@ def kl_estimate(
 
     The estimate k3 is clamped to at most 10 nats before it is multiplied by the importance ratio r. At a token where k3
     is clamped, the product r k3 equals 10 r, and no gradient flows through the importance ratio r. If gradient flowed
-    through r at such a token, gradient descent on 10 r would lower log pi even where pi is already far below pi_ref.
-    The log-ratio log r is clamped to [-20, 20].
+    through r at a token where k3 is clamped, gradient descent on 10 r would lower log pi even where pi is already far
+    below pi_ref. The log-ratio log r is clamped to [-20, 20].
 
     `kl_estimate` takes no mask. At a token with a NaN or inf input, the KL estimate is NaN and has no gradient.
     `aggregate_loss` ignores a NaN in a masked slot; a NaN in a trained slot makes the loss NaN.
@@ -141,8 +142,8 @@ def apply_kl_in_reward(
     """Compute the token rewards score_t - kl_coef * kl_t, where kl_t is the KL estimate at token t.
 
     If `kl_estimator` is "k1", the token rewards are those of arXiv 1909.08593 eq. 2. All tensors have the shape (B, T).
-    The returned rewards have no gradient. Masked slots have reward 0, so with `kl_coef` 0 the rewards of a row sum to
-    the row's score.
+    The token rewards have no gradient. Masked slots have reward 0, so with `kl_coef` 0 the rewards of a row sum to the
+    row's score.
     """
     mask = as_mask(response_mask)
     kl = masked(kl_estimate(old_log_probs.detach(), ref_log_probs, kl_estimator), mask)

@@ -41,9 +41,9 @@ def statistics_of(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: b
     """For each row, compute statistics of `scores` (B, ...) over the valid rows with the same entry in `members` (B,).
 
     Each column of `scores` has its own statistics. `valid` has the shape of the scores. If a population has no valid
-    row, its mean and std are 0 and `highest` is -inf. `varied` is also True if a population of at least two valid rows
-    includes a NaN or inf score. If `varied` were False for a population with a NaN or inf score, the normalised scores
-    of the population would be 0, which would hide the NaN or inf.
+    row, its mean and std are 0 and `highest` is -inf. `varied` is True for a population of at least two valid rows if
+    their scores differ, or if a score is NaN or inf. If `varied` were False for a population with a NaN or inf score,
+    the normalised scores of the population would be 0, which would hide the NaN or inf.
     """
     zeros, inf = torch.zeros_like(scores), torch.full_like(scores, torch.inf)
     where = members.view(-1, *[1] * (scores.dim() - 1)).expand_as(scores)
@@ -53,12 +53,14 @@ def statistics_of(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: b
     variance = group_sum(squares, members) / (count - int(unbiased)).clamp(min=1)
     highest = (-inf).scatter_reduce(0, where, scores.where(valid, -inf), "amax")[members]
     lowest = inf.scatter_reduce(0, where, scores.where(valid, inf), "amin")[members]
-    unknown = ~mean.isfinite()  # if a score is NaN, `highest > lowest` is False, although the scores are not all equal
+    # `highest > lowest` is False if a score is NaN or if all scores are inf. A mean that is not finite reveals that the
+    # population has a NaN or inf score.
+    unknown = ~mean.isfinite()
     return Statistics(count, mean, variance.sqrt(), highest, (count >= 2) & ((highest > lowest) | unknown))
 
 
 class _Levels(NamedTuple):
-    """Knobs shared by `normalize_rewards` and `normalize_advantages`, with a method that validates the knobs."""
+    """Arguments that `normalize_rewards` and `normalize_advantages` share, with a method that checks their values."""
 
     mean: str | None
     std: str | None
@@ -107,12 +109,12 @@ def normalize_rewards(
 ) -> Tensor:
     """Compute (r - mean) / (std + eps) for each row: (B,) -> (B,), no gradient.
 
-    `mean_level` and `std_level` select the population: the rows with the same `uid` ("group"), or all rows ("batch"). A
-    `mean_level` of None turns off the subtraction of the mean, and a `std_level` of None turns off the division by the
-    std. The std is computed from the raw scores of the population that `std_level` selects, around the mean of the same
-    population. With `unbiased`, the sum of squared deviations is divided by n - 1 instead of n. With `leave_one_out`,
-    the mean over all *other* rows of the population is subtracted from the score of a row, which gives k/(k-1) (r -
-    mean) in a population of k rows.
+    `mean_level` and `std_level` select the population: the rows with the same `uid` ("group"), or all rows ("batch").
+    A `mean_level` of None turns off the subtraction of the mean, and a `std_level` of None turns off the division by
+    the std. The std is computed from the raw scores (before any mean is subtracted) of the population that `std_level`
+    selects, around the mean of the same population. With `unbiased`, the sum of squared deviations is divided by n - 1
+    instead of n. With `leave_one_out`, the mean over all *other* rows of the population is subtracted from the score
+    of a row, which gives k/(k-1) (r - mean) in a population of k rows.
 
     A row that is not `valid` has no score, is excluded from the statistics and gets the result 0.
 
@@ -123,10 +125,11 @@ def normalize_rewards(
 
     A population has no spread if fewer than two of its rows enter the statistics, or if all rows that enter the
     statistics have equal scores. If the population that `mean_level` selects has no spread, the rows that enter the
-    statistics get deviations of exactly 0 from the mean. Rows that do not enter the statistics keep their deviations
-    from the mean. If the population that `std_level` selects has no spread, the deviations from the mean are not
-    divided by the std. If no row of a population enters the statistics, the mean over the population is 0. Sums are
-    computed in float64, so that the order of rows does not affect the result.
+    statistics get deviations of exactly 0 from the mean. Even if the population has no spread, a row that does not
+    enter the statistics gets its own deviation from the mean. If the population that `std_level` selects has no
+    spread, the deviations from the mean are not divided by the std. If no row of a population enters the statistics,
+    the mean over the population is 0. Sums are computed in float64, so that the order of rows does not affect the
+    result.
 
     Raises:
         ValueError: if `mean_level` or `std_level` is unknown, or if `leave_one_out` is used with a `mean_level` of None
@@ -233,26 +236,25 @@ def normalize_advantages(
     By default, the advantages are whitened: mean and std are computed over the trained tokens of the whole batch.
 
     `mean_level` and `std_level` select the population: the trained tokens of the rows with the same `uid` (B,)
-    ("group"), or of all rows ("batch"). A `mean_level` of None turns off the subtraction of the mean, and a `std_level`
-    of None turns off the division by the std. All tokens have the same weight in the statistics, so a long row weighs
-    more than a short row. The std is computed from the raw advantages of the population that `std_level` selects. With
-    `unbiased`, the sum of squared deviations is divided by n - 1 instead of n. With `leave_one_out`, the mean over all
-    *other* tokens of the population is subtracted from the advantage of a token, which gives n/(n-1) (A - mean) in a
-    population of n tokens.
+    ("group"), or of all rows ("batch"). A `mean_level` of None turns off the subtraction of the mean, and a
+    `std_level` of None turns off the division by the std. All tokens have the same weight in the statistics, so a long
+    row weighs more than a short row. The std is computed from the raw advantages (before any mean is subtracted) of
+    the population that `std_level` selects. With `unbiased`, the sum of squared deviations is divided by n - 1 instead
+    of n. With `leave_one_out`, the mean over all *other* tokens of the population is subtracted from the advantage of
+    a token, which gives n/(n-1) (A - mean) in a population of n tokens.
 
     Masked slots are excluded from the statistics and are 0 in the result. `counted` (B,) marks the rows whose tokens
-    enter the statistics; None means all rows. Rows that are not marked in `counted` are normalised by the statistics of
-    the rows that are marked. With some advantage estimators, such as `gae`, the policy is also trained on rows that do
-    not enter the statistics. The advantages of rows that do not enter the statistics are on the same scale as the
-    advantages of rows that do. To keep the advantages of a row at 0, leave the tokens of the row out of
-    `response_mask`.
+    enter the statistics; None means all rows. With some advantage estimators, such as `gae`, the policy is trained even
+    on rows that are not marked in `counted`. Rows that are not marked are normalised by the statistics of the marked
+    rows, so that the advantages of all rows have the same scale. To keep the advantages of a row at 0, leave the tokens
+    of the row out of `response_mask`.
 
     A population has no spread if fewer than two of its tokens enter the statistics, or if all tokens that enter the
     statistics have equal advantages. If the population that `mean_level` selects has no spread, the tokens that enter
-    the statistics get deviations of exactly 0 from the mean. Tokens that do not enter the statistics keep their
-    deviations from the mean. If the population that `std_level` selects has no spread, the deviations from the mean are
-    not divided by the std. If no token of a population enters the statistics, the mean over the population is 0. Sums
-    are computed in float64.
+    the statistics get deviations of exactly 0 from the mean. Even if the population has no spread, a token that does
+    not enter the statistics gets its own deviation from the mean. If the population that `std_level` selects has no
+    spread, the deviations from the mean are not divided by the std. If no token of a population enters the statistics,
+    the mean over the population is 0. Sums are computed in float64.
 
     Raises:
         ValueError: if `mean_level` or `std_level` is unknown, if `leave_one_out` is used with a `mean_level` of None or

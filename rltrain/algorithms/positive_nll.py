@@ -27,7 +27,7 @@ def positive_nll(
         response_mask: True at trained tokens, (B, T).
         positive_mask: True at the tokens of correct answers, (B, T). Tokens outside `response_mask` are ignored.
         num_positive_tokens: number of trained tokens of correct answers in the whole mini-batch, over all micro-batches
-            and ranks. If `num_positive_tokens` is None, only the tokens in the arguments of this call are counted.
+            and ranks. If `num_positive_tokens` is None, only the tokens in the arguments of `positive_nll` are counted.
 
     Returns:
         A 0-dim tensor: the part of the negative log-likelihood loss that comes from the given tokens; exactly 0 if no

@@ -35,7 +35,7 @@ def masked_row_mean(values: Tensor, mask: Tensor) -> Tensor:
 def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
     """Compute log(pi / pi_old) per token (B, T), clamped to [-20, 20], and 0 in masked slots.
 
-    The gradient goes only to `log_probs`, and only inside the clamp range.
+    Gradients flow only to `log_probs`, and only at tokens whose log-ratio before the clamp is in [-20, 20].
     """
     # The mask is applied before every non-linear operation, because a NaN in exp gives the gradient NaN * 0 = NaN.
     difference = masked(as_float(log_probs) - as_float(old_log_probs.detach()), mask)
@@ -104,7 +104,7 @@ def clipped_ratio(
     PPO's clipped objective min(r A, clip(r, 1-low, 1+high) A) equals A min(r, 1+high) if A >= 0, and A max(r, 1-low) if
     A < 0. `clipped_ratio` treats A >= 0 and A < 0 separately instead of computing a min, so that the gradient is
     exactly 0 where the ratio is clipped. The argument `cap` is an upper bound on r where A < 0 (the dual clip). The
-    returned mask does not include tokens that only `cap` clips.
+    mask of clipped tokens leaves out the tokens that only `cap` clips.
     """
     low, high = 1 - clip_ratio_low, 1 + clip_ratio_high
     effective = torch.where(advantages >= 0, ratio.clamp(max=high), ratio.clamp(min=low, max=cap))
@@ -127,7 +127,7 @@ def policy_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tens
         ratio: (B, T), each token's probability ratio. The value returned as `ratio_mean` is the sum of `ratio` over the
             trained tokens, and not yet the mean.
         clipped: bool mask (B, T) of the tokens that have no gradient because of clipping. The mask leaves out the
-            tokens that only the dual clip affects. For a loss that removes no gradient, `clipped` is False everywhere.
+            tokens that only the dual clip affects. If a loss clips no tokens, `clipped` is False everywhere.
         mask: bool mask (B, T) of the trained tokens.
     """
     return {

@@ -19,8 +19,9 @@ Every registered function follows a contract with these rules:
 
 **Metrics are sums.** Every metric is a detached 0-dim tensor that holds a sum over the trained tokens of one call of a
 policy loss. Metric sums add up exactly over micro-batches and ranks. The code that reports a metric divides the
-metric's sum once by the number of trained tokens of the whole mini-batch, which is also the argument `num_tokens` of
-`aggregate_loss`. Before the division by `num_tokens`, a metric such as `clip_fraction` is a number of tokens.
+metric's sum once by `num_tokens`, the number of trained tokens of the whole mini-batch. The function `aggregate_loss`
+has an argument `num_tokens` with the same meaning. Before the division by `num_tokens`, a metric such as
+`clip_fraction` is a number of tokens.
 """
 
 import inspect
@@ -99,7 +100,7 @@ def knobs_of(function: Callable[..., Any]) -> dict[str, Any]:
 def loss_functions(loss_mode: str) -> tuple[Callable[..., Any], ...]:
     """Return the policy loss `loss_mode` and, if the policy loss has a token selector, the token selector.
 
-    Each knob that the config sets for a policy loss must be a knob of one of the returned functions.
+    Each knob that the config sets for a policy loss must be a knob of the policy loss or of its token selector.
     """
     loss = POLICY_LOSSES.get(loss_mode)
     return (loss, TOKEN_SELECTORS.get(loss_mode)) if "selected" in columns_of(loss) else (loss,)
@@ -136,7 +137,7 @@ def _same_type(value: Any, default: Any) -> bool:
     """
     if isinstance(default, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
-    # a list is accepted where the default is a tuple of numbers, because YAML only has lists
+    # For a knob whose default is a tuple of numbers, a list is accepted, because YAML has lists but no tuples.
     if isinstance(default, tuple):
         return isinstance(value, (list, tuple)) and all(_same_type(item, 0.0) for item in value)
     return type(value) is type(default) or default is None

@@ -78,13 +78,13 @@ def group_length_reward(lengths: Tensor, uid: Tensor, correct: Tensor, counted: 
 def suppress_truncated(scores: Tensor, truncated: Tensor, nothing: Tensor) -> Tensor:
     """Compute min(score, `nothing`) where `truncated` is True, else the score: (B,) -> (B,).
 
-    `nothing` (B,) is the score that a row would have if every reward function gave the row 0. A truncated row gets its
-    own score or its value in `nothing`, whichever is smaller. Truncation never improves the score of an answer, whether
-    the answer is right or wrong.
+    `nothing` (B,) is the score that a row would have if every reward function gave the row 0. A truncated row gets the
+    lower of two scores: its own score, and the score for rewards of 0. Truncation never improves the score of an
+    answer, whether the answer is right or wrong.
 
     `truncated` (B,) must come from the engine's finish reason, not from the length of the answer. A score of NaN, which
-    means that the row has no score, stays NaN. `suppress_truncated` does not decide which rows enter the statistics or
-    which tokens enter the loss.
+    means that the row has no score, stays NaN. `suppress_truncated` changes only the scores of truncated rows. Other
+    functions decide whether truncated rows count in the score statistics, and whether their tokens count in the loss.
     """
     scores = as_float(scores)
     return torch.where(as_mask(truncated), torch.minimum(scores, as_float(nothing)), scores)

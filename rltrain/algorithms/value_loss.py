@@ -20,7 +20,7 @@ def value_loss(
     gradient. The gradient is 0 where the squared error of the clipped value is larger than the squared error of the
     unclipped value.
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. `value_loss` returns the metric sums
     `clip_fraction`, `value_mean` and `return_mean`.
 
     Raises:

@@ -55,8 +55,8 @@ class BackgroundTasks:
     async def until(self, awaitable: Awaitable[T]) -> T:
         """Wait for the result of an awaitable, and return the result.
 
-        If a background task fails or the run is interrupted before the result arrives, raise the error of the failed
-        task or of the interruption.
+        If a background task fails or the run is interrupted before the awaitable has a result, raise the error of the
+        failed task or the error that was passed to `interrupt`.
         """
         result = asyncio.ensure_future(awaitable)
         failure = asyncio.ensure_future(self._changes.until(lambda: self._failures))
@@ -93,9 +93,9 @@ class Changes:
     async def until(self, condition: Callable[[], T]) -> T:
         """Wait until the condition returns a true value, and return that value."""
         while True:
-            # A coroutine must get the future of the next notification before it evaluates its condition. If the
-            # coroutine evaluated its condition first, it would miss a notification that arrives before it gets the
-            # future (for example, a notification from a signal handler).
+            # A coroutine gets the future of the next notification before evaluating its condition, so that the
+            # coroutine does not miss a notification that arrives during the evaluation (for example, from a signal
+            # handler).
             change = self._next
             if change is None:
                 change = self._next = asyncio.get_running_loop().create_future()
@@ -129,4 +129,4 @@ async def cancelled(*futures: "asyncio.Future[Any]") -> None:
         await asyncio.wait(running)
     for future in futures:
         if not future.cancelled():
-            future.exception()  # asyncio logs the exception of a future unless the exception is read.
+            future.exception()  # Reading the exception of a future prevents asyncio from logging the exception.

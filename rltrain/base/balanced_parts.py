@@ -16,14 +16,14 @@ NONE = -1  # Value of an index variable that means "no index".
 def least_largest_sum(weights: Sequence[int], parts: int) -> int:
     """Return a lower bound on the largest sum of a part, for any partition of `weights` into `parts` parts.
 
-    The numbers in `weights` are non-negative integers. The function computes the following lower bounds, and returns
-    the largest of these bounds. If `weights` is empty, the returned bound is 0.
+    The numbers in `weights` are non-negative integers. `least_largest_sum` computes several lower bounds on the largest
+    sum of a part, and returns the largest lower bound. If `weights` is empty, `least_largest_sum` returns 0.
 
     - The sum of all weights divided by `parts` is a lower bound on the largest sum.
     - The heaviest weight is a lower bound on the largest sum.
     - For every integer k >= 1 with k * parts < len(weights), some part contains at least k + 1 of the k * parts + 1
-      heaviest weights (pigeonhole principle), so the sum of the k + 1 lightest of these k * parts + 1 weights is a
-      lower bound on the largest sum.
+      heaviest weights (pigeonhole principle), so the sum of the k + 1 lightest of the k * parts + 1 heaviest weights is
+      a lower bound on the largest sum.
     """
     heaviest = sorted(weights, reverse=True)
     sums = [0, *itertools.accumulate(heaviest)]  # sums[n] is the sum of the n heaviest weights.
@@ -45,7 +45,7 @@ def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None
         parts: number of parts of the partition. If the number of positive weights is at least `parts`, no part is
             empty.
         sizes: for each weight, the size of the item that has this weight, such as the number of tokens of a row. The
-            sum of the sizes in a part is limited to `room`. If `sizes` is None, parts have no size limit.
+            sum of the items' sizes in each part is limited to `room`. If `sizes` is None, parts have no size limit.
         room: limit on the sum of `sizes` in a part.
 
     Returns:
@@ -53,6 +53,8 @@ def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None
         no part.
     """
     sizes = sizes if sizes is not None else [0] * len(weights)
+    if parts == 1 and sum(sizes) <= room:
+        return [list(range(len(weights)))]
     placed: Parts = [[] for _ in range(parts)]
     left = [room] * parts
     open_parts = [(0, 0, part) for part in range(parts)]  # A heap of tuples (sum of weights, number of indices, part).
@@ -111,8 +113,8 @@ def _exchange(
         at = bisect_left(back, (weights[index] - gap // 2, NONE))
         for weight, other in back[max(at - 1, 0) : at + 1]:
             apart = abs(gap - 2 * (weights[index] - weight))
-            # The sum of the sizes in `light` grows by `more` if `index` moves from `heavy` to `light`, and `other`
-            # (unless it is NONE) moves from `light` to `heavy`.
+            # The examined change moves `index` from `heavy` to `light` and, unless `other` is NONE, moves `other` from
+            # `light` to `heavy`. The change increases the sum of the sizes in `light` by `more`.
             more = sizes[index] - (0 if other == NONE else sizes[other])
             if apart < best and -room_heavy <= more <= room_light:
                 best, found = apart, (index, other)

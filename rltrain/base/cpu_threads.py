@@ -54,7 +54,7 @@ def _quotas() -> Iterator[float]:
             if controllers and "cpu" not in controllers.split(","):
                 continue
             # If a container mounts its own control group as the root of /sys/fs/cgroup, the folder `group` does not
-            # exist.
+            # exist, and the CPU quota is in a parent folder of `group`.
             group = mount / path.lstrip("/")
             for folder in (group, *group.parents):
                 if folder.is_relative_to(mount):
@@ -63,7 +63,8 @@ def _quotas() -> Iterator[float]:
 
 def _quota(folder: Path) -> Iterator[float]:
     for names in _QUOTAS:
-        with contextlib.suppress(OSError, ValueError):  # The file of the CPU quota may be missing or contain "max".
+        # A missing file (OSError) or the value "max" (ValueError) means that there is no CPU quota in `folder`.
+        with contextlib.suppress(OSError, ValueError):
             quota, period = (int(part) for name in names for part in (folder / name).read_text("utf-8").split())
             if quota > 0 and period > 0:
                 yield quota / period

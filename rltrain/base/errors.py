@@ -62,7 +62,9 @@ class CheckpointError(RLTrainError, RuntimeError):
 
 
 class Stopped(RLTrainError):
-    """Raised if the user or the machine's owner asked the run to stop. The run stops at a point where no data is lost.
+    """Raised if a signal, such as SIGTERM or the SIGINT of Ctrl-C, asked the program to stop.
+
+    The first signal during training stops the run at a point where no data is lost.
 
     Attributes:
         status: the exit status of the program.
@@ -113,9 +115,9 @@ def one_line(text: str, limit: int = 200) -> str:
 def described(error: BaseException, limit: int = 300) -> str:
     """Return an exception's type and text on one line, without secrets.
 
-    The exception's text is cut after `limit` characters. The returned text contains no unpaired surrogates, so that the
-    text can be encoded and stored. `described` also handles an exception whose `__str__` raises another exception, and
-    an error message with an unpaired surrogate.
+    The exception's text is cut after `limit` characters. Unpaired surrogates in the exception's text are escaped, so
+    that the text can be encoded and stored. If the exception's `__str__` raises a second exception, `described` names
+    the type of the second exception in place of the text.
     """
     try:
         text = str(error)[:_READ]

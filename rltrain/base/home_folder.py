@@ -53,8 +53,9 @@ def _is_writable(folder: Path) -> bool:
 def _private_folder() -> Path:
     """Return a folder that only the current user can write to.
 
-    Every call of `_private_folder` returns the same folder. If the path of this folder is already taken by a file, or
-    by a folder that another user owns or can write to, each call instead returns a new folder.
+    Every call of `_private_folder` returns the folder `rltrain-UID` in the system's temporary folder. If
+    `rltrain-UID` is not a folder, or is a folder that another user owns or can write to, each call instead creates
+    and returns a new temporary folder.
     """
     folder = Path(tempfile.gettempdir()) / f"rltrain-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

@@ -59,7 +59,7 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ, *, keys: Co
 def secret_in(values: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the dotted key of the first secret in nested mappings and lists; None if there is no secret.
 
-    If the dotted key itself contains a secret, the returned key shows `[hidden]` instead of the secret.
+    If the dotted key itself contains a secret, `secret_in` returns the key with `[hidden]` in place of the secret.
     """
     for key, value in _leaves(values, ""):
         name = re.sub(r"\[\d+\]$", "", key).rpartition(".")[2]

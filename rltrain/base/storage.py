@@ -69,7 +69,8 @@ class Folder:
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file atomically: even if the process is killed, the file is either complete or not written at all."""
-        # An object store shows a new object only when the object is complete.
+        # An object store shows a new object only when the object is complete, so only local files are first written
+        # under a temporary name.
         temporary = f"{name}.partial" if self.local else name
         with self.open(temporary, "wb") as stream:
             stream.write(content)
@@ -79,8 +80,9 @@ class Folder:
             os.replace(self.path(temporary), self.path(name))
 
     def copy(self, start: FileStart, name: str) -> tuple[int, int]:
-        """Copy the first bytes of a local file, in chunks, to the file `name` in this folder. Return the size and the
-        CRC-32 of the copied bytes.
+        """Copy the first `start.size` bytes of the local file `start.path` to the file `name` in this folder.
+
+        The bytes are copied in chunks. Return the size and the CRC-32 of the copied bytes.
 
         Raises:
             OSError: the local file has become shorter than `start.size` bytes, or a file cannot be read or written.
@@ -104,7 +106,7 @@ class Folder:
     def names(self) -> list[str]:
         """Return the names of all files and subfolders directly in the folder.
 
-        If the folder does not exist, the returned list is empty.
+        If the folder does not exist, `names` returns an empty list.
         """
         self.fs.invalidate_cache()
         try:

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 # The environment variable RLTRAIN_TRACE starts the event recorder of a worker process. The value of RLTRAIN_TRACE is
 # the process's label.
 VARIABLE = "RLTRAIN_TRACE"
-CALLS = "calls"  # Timeline track of calls to the roles of a training rank, such as actor or critic.
+# Timeline track of the method calls that a worker process runs for its roles, such as the actor or the critic.
+CALLS = "calls"
 OTHER_TASKS = "other tasks"  # Timeline track of asyncio tasks that were not given a name.
 # Maximum number of events that a process keeps. If a process records more than `MOST_EVENTS` events, the additional
 # events are counted, but not kept.
@@ -45,7 +46,7 @@ class Event(NamedTuple):
         duration_ns: duration of the event in nanoseconds.
         args: details that the timeline viewer shows when the event is selected, as plain JSON values.
         nests: whether the event may be drawn inside another event of the track. If `nests` is false, the event is drawn
-            on a timeline row without overlapping events.
+            on a timeline row on which no other event overlaps the event in time.
     """
 
     track: str
@@ -123,7 +124,7 @@ class _Recorder:
 
 
 def _adjoin(last: Event, event: Event) -> bool:
-    """Return whether `event` has the name of `last` and starts within 5 ms after the end of `last`."""
+    """Return whether `event` has the same name as `last` and starts at most 5 ms after the end of `last`."""
     return last.name == event.name and 0 <= event.start_ns - last.end_ns <= _MERGE_NS
 
 
@@ -201,7 +202,7 @@ def span(name: str, track: str = "", *, merged: bool = False, **args: Any) -> "_
 def add(name: str, track: str, start_ns: int, **args: Any) -> None:
     """Record an event that lasted from `start_ns` until now.
 
-    The event is drawn on a timeline row without overlapping events.
+    The event is drawn on a timeline row on which no other event overlaps the event in time.
 
     Args:
         name: label of the event in the timeline.
@@ -233,7 +234,7 @@ def _task() -> str:
     """
     try:
         task = asyncio.current_task()
-    except RuntimeError:  # No event loop is running in this thread.
+    except RuntimeError:  # `current_task` raises RuntimeError if the calling thread runs no event loop.
         task = None
     if task is None:
         return threading.current_thread().name

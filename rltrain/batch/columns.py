@@ -1,10 +1,11 @@
 """Columns of a batch, stored as values and offsets, and functions that copy rows between batches.
 
 The values of a column are either a tensor or read-only bytes. Values in the form of read-only bytes are called
-*stored*. Two kinds of batches have stored values: batches that were received from another process, and ranges of rows
-that are about to be sent. The bytes of stored values may lie in memory that other processes also read, so no tensor
-shares memory with these bytes. Selecting rows of a column copies only the values of the selected rows. The functions
-that copy rows between batches copy each byte only once.
+*stored*. Values are stored as bytes in two kinds of batches: batches that were received from another process, and
+ranges of rows that are about to be sent. Other processes may read the memory that holds a column's read-only bytes, so
+no tensor shares memory with the read-only bytes. `take_rows` copies the values of the selected rows only once, and
+copies no other values, if all source columns have the same data type and if all source tensors are contiguous tensors
+in host memory without gradients.
 """
 
 import itertools
@@ -27,7 +28,7 @@ class Stored:
 
     Attributes:
         dtype: data type of the column's values.
-        shape: shape of the column's values.
+        shape: shape of the values of all rows, (B, ...) in a dense column and (N, ...) in a jagged column.
         memory: bytes of the column's values, as a read-only array (n,) of uint8.
     """
 
@@ -51,8 +52,8 @@ class Column:
 
     Attributes:
         values: the values of all rows, (B, ...) in a dense column and (N, ...) in a jagged column.
-        offsets: in a jagged column, a tensor (B + 1,): the index at which each row begins in `values`, followed by N;
-            None in a dense column.
+        offsets: in a jagged column, a tensor (B + 1,) with the index in `values` at which each row begins, followed by
+            the number N of all values; None in a dense column.
         tensor: the column as one dense or nested tensor, cached by the method `whole`; None before the first call of
             `whole`.
     """
@@ -154,7 +155,7 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
 def row_ranges(columns: Columns, sizes: Sequence[int]) -> Iterator[dict[str, Column]]:
     """Split columns into ranges of consecutive rows, and yield the columns of each range.
 
-    The new columns share memory with the given columns.
+    The columns of each range share memory with `columns`.
 
     Args:
         columns: the columns of a batch.
@@ -180,9 +181,10 @@ def row_ranges(columns: Columns, sizes: Sequence[int]) -> Iterator[dict[str, Col
 
 
 class Route(NamedTuple):
-    """The ranges of values that `take_rows` copies from the source columns to a column of the new batch.
+    """The ranges of values that `take_rows` copies from the source columns to one column of the batch that it makes.
 
-    Columns that share one offsets tensor also share one `Route`.
+    `take_rows` uses one `Route` for all dense columns, and one `Route` for all jagged columns with the same offsets
+    tensor.
 
     Attributes:
         pieces: ranges of contiguous values to copy, in the order of the new batch's rows. The range (part, start, stop)

@@ -26,9 +26,9 @@ from rltrain.batch.serialization import Packet, Text, objects, receive, send
 
 __all__ = ["COLUMNS", "DataProto", "jagged", "offsets_of", "positions"]
 
-# Maps the name of each column to its column family and its meaning. All columns of a family have the same number of
-# entries in a row, so all jagged columns of a family share one offsets tensor. The columns of the column family named
-# "row" are dense tensors with one entry per row.
+# Maps the name of each column to its column family and its meaning. In each row, all columns of a family have the
+# same number of entries, so all jagged columns of a family share one offsets tensor. The columns of the column family
+# named "row" are dense tensors with one entry per row.
 COLUMNS: dict[str, tuple[str, str]] = {
     "prompts": ("prompt", "token ids of the prompt, int64"),
     "responses": (
@@ -232,11 +232,12 @@ class DataProto:
         """Return the batch with additional jagged columns.
 
         Args:
-            like: name of an existing jagged column. The new columns get the row lengths of the column `like`.
-            **columns: values (N,) of the new columns.
+            like: name of an existing jagged column. Every column that `with_values` adds gets the row lengths of the
+                column `like`.
+            **columns: maps the name of each column to add to the values (N,) of the column.
 
         Raises:
-            ValueError: a new column has more or fewer values than the column `like`.
+            ValueError: a column to add has more or fewer values than the column `like`.
         """
         column, offsets = self._jagged(like)
         for name, values in columns.items():
@@ -251,8 +252,10 @@ class DataProto:
         """Return the batch with additional jagged columns.
 
         Args:
-            like: name of an existing jagged column. The new columns get the row lengths of the column `like`.
-            **columns: the new columns as padded tensors (B, T), with padding at the same places as in `padded(like)`.
+            like: name of an existing jagged column. Every column that `with_padded` adds gets the row lengths of the
+                column `like`.
+            **columns: maps the name of each column to add to a padded tensor (B, T), with padding at the same places as
+                in `padded(like)`.
         """
         mask = self.padding_mask(like)
         return self.with_values(like, **{name: padded[mask] for name, padded in columns.items()})
@@ -297,7 +300,7 @@ class DataProto:
 
         Raises:
             KeyError: a key of `names` is not the name of a column of the batch.
-            ValueError: two columns of the new batch would have the same name.
+            ValueError: after renaming, two columns of the batch would have the same name.
         """
         self._known(names)
         if len({names.get(key, key) for key in self.keys()}) != len(self.keys()):
@@ -309,7 +312,7 @@ class DataProto:
         return self._of(columns, others, len(self), self.meta_info)
 
     def union(self, other: "DataProto") -> Self:
-        """Return a batch with the columns and metadata of both batches.
+        """Return a batch with the columns and metadata of this batch and of the batch `other`.
 
         Raises:
             ValueError: the numbers of rows differ, or the two batches have different values in a column or metadata
@@ -372,13 +375,14 @@ class DataProto:
         return [self[torch.from_numpy(rows)] for rows in np.array_split(np.arange(len(self)), chunks)]
 
     def ranges(self, sizes: Sequence[int]) -> list[Self]:
-        """Return consecutive ranges of the batch's rows, as batches that share memory with this batch.
+        """Split the batch into batches of consecutive rows, which share memory with the original batch.
 
-        The returned batches can be sent to other processes. `ranges` does not support batches with columns of Python
-        objects.
+        The batches that `ranges` returns can be sent to other processes. `ranges` does not support batches with columns
+        of Python objects.
 
         Args:
-            sizes: number of rows in each returned batch. The sizes must add up to the number of rows of this batch.
+            sizes: number of rows of each batch that `ranges` returns. The elements of `sizes` must add up to the number
+                of rows of the original batch.
         """
         assert not self._others, f"`ranges` does not support columns of Python objects, such as {list(self._others)}"
         assert sum(sizes) == len(self), f"the sizes add up to {sum(sizes)}, and the batch has {len(self)} rows"

@@ -16,14 +16,14 @@ def joined_rows(
     If a partial batch has exactly the rows in `rows`, the columns taken from this partial batch are not copied.
 
     Args:
-        parts: the partial batches that together form the whole batch. Every value to return (a row in `rows`, a column
-            in `columns`) must be in at least one partial batch.
-        rows_of_parts: for each partial batch, the row indices of its rows in the whole batch, in ascending order.
-        rows: indices in the whole batch of the rows to return, in ascending order.
+        parts: the partial batches that together form the whole batch. For each row in `rows` and each column in
+            `columns`, at least one partial batch must contain the row's value of the column.
+        rows_of_parts: for each partial batch, the indices that its rows have in the whole batch, in ascending order.
+        rows: the rows to return, as row indices of the whole batch, in ascending order.
         columns: names of the columns to return.
 
     Returns:
-        A batch with the columns in the given order, whose row i is row `rows[i]` of the whole batch.
+        A batch with the columns in the order of `columns`, whose row i is row `rows[i]` of the whole batch.
     """
     together: dict[tuple[int, ...], list[str]] = {}
     for name in columns:

@@ -105,6 +105,8 @@ def _first_fit(lengths: Sequence[int], rows: RowIndices, max_tokens: int) -> lis
     Raises:
         ValueError: a row has more than `max_tokens` tokens.
     """
+    if rows and sum(lengths[row] for row in rows) <= max_tokens:
+        return [list(rows)]
     cuts: list[RowIndices] = []
     room: list[int] = []
     for row in sorted(rows, key=lambda r: (-lengths[r], r)):

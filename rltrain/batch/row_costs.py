@@ -90,8 +90,8 @@ def row_work(model: Mapping[str, Any], *, head: bool) -> RowWork:
     heads = _number(model, "num_attention_heads", "n_head", "num_heads") or 1
     head_dim = _number(model, "head_dim") or hidden // heads
     key_heads = _number(model, "num_key_value_heads") or heads
-    # The attention matrices of queries and outputs have `heads` heads. The attention matrices of keys and values have
-    # `key_heads` heads.
+    # The weight matrices of queries and outputs each have hidden * head_dim * heads elements. The weight matrices of
+    # keys and values each have hidden * head_dim * key_heads elements.
     projections = 2 * hidden * head_dim * (heads + key_heads)
     windows: dict[int | None, int] = {}
     for window in _windows(model, layers):
@@ -108,7 +108,8 @@ def row_work(model: Mapping[str, Any], *, head: bool) -> RowWork:
 def _feed_forward(model: Mapping[str, Any], hidden: int) -> int:
     """Return the multiply-adds of one token in the feed-forward part of one layer.
 
-    In a mixture-of-experts model, only the router, the chosen experts and the shared experts are counted.
+    For a mixture-of-experts model, `_feed_forward` counts the multiply-adds of the router, of the experts that the
+    token is routed to, and of the shared experts.
     """
     matrices = 2 if model.get("model_type") in _UNGATED else 3
     width = _number(model, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden

@@ -3,9 +3,9 @@
 A serialized batch consists of a small header and of separate byte buffers. Each tensor column has one byte buffer with
 its values. Each text column has two byte buffers: the text, and the position at which each string ends. Jagged columns
 that have the same row lengths share one byte buffer with the offsets of the rows. Pickle protocol 5 transfers the byte
-buffers out of band, which means that the buffers are not copied into the pickle. Ray copies the byte buffers once, into
-one object of its object store, and reading processes map that object into memory. A process that reads a batch copies
-only the rows that it needs.
+buffers out of band, which means that the buffers are not copied into the pickle. Ray copies the byte buffers of a batch
+only once, into one object of Ray's object store. Processes that read the batch map the object into their memory. A
+process that reads a batch copies only the rows that it needs.
 """
 
 import itertools
@@ -49,8 +49,8 @@ class Packet(NamedTuple):
 
     Attributes:
         tensors: for each tensor column, a tuple (name, dtype, shape, index, bytes). The row offsets of a jagged column
-            are `families[index]`, where `index` is the fourth item of the column's tuple. For a dense column, which has
-            no row offsets, the fourth item of the tuple is -1.
+            are `families[index]`, where `index` is the fourth item of the column's tuple. A dense column has no row
+            offsets, so the fourth item of a dense column's tuple is -1.
         families: arrays of row offsets, each as the bytes of int64 numbers. Jagged columns that have the same row
             lengths share one array of row offsets.
         others: all columns that are not tensors. A column of strings is stored as (name, UTF-8 bytes, bytes of int64

@@ -13,16 +13,17 @@ earlier, the repeated tokens belong to the observation and are not trained on ag
 Two columns of a batch distinguish tokens that the policy sampled from tokens that belong to observations. The column
 `response_mask` is True at sampled tokens that are trained on. Later stages of a training step may set `response_mask`
 to False, for instance in rows without a score. The column `policy_version` is -1 at observation tokens, and later
-stages never change it. The module `rltrain.batch.sampled_tokens` reads `policy_version` instead of `response_mask`, so
-the module also finds the sampled tokens of rows that are not trained on.
+stages never change it. The module `rltrain.batch.sampled_tokens` reads `policy_version`, because `response_mask` is
+False at the sampled tokens of rows that are not trained on.
 
-`rltrain.batch.trajectory` imports no torch, because environment processes build trajectories without torch.
+`rltrain.batch.trajectory` does not import torch, because environment processes import `rltrain.batch.trajectory` but
+must not load torch.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
+from operator import attrgetter
 from typing import Any, Self, TypeVar
 
 NOT_SAMPLED = -1  # The value of `policy_version` at a response token that belongs to an observation.
@@ -50,8 +51,8 @@ class Turn:
         text: text of the tokens that the policy sampled in the turn, without special tokens.
         reward: reward that the environment gave for the turn; None if the environment gave no reward for the turn.
         new_context: whether `observation_ids` is the whole context of the turn. If `new_context` is False, the context
-            of the turn continues the context and the action of the previous turn. In the first turn, `new_context` has
-            no effect.
+            of the turn consists of the context and the action of the previous turn, followed by `observation_ids`. In
+            the first turn, `new_context` has no effect.
     """
 
     observation_ids: Sequence[int]
@@ -163,12 +164,13 @@ class Trajectory:
 
     def sampled_ids(self) -> list[int]:
         """Return the token ids that the policy sampled, in order, without the observations between the turns."""
-        return list(chain.from_iterable(turn.action_ids for turn in self.turns))
+        return [token for turn in self.turns for token in turn.action_ids]
 
     def state_dict(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
         """Return the trajectory as a dict from which `from_state` can restore the trajectory.
 
-        The token ids of the trajectory's prompt are left out if they equal `prompt_ids`.
+        If the token ids of the trajectory's prompt equal `prompt_ids`, `state_dict` leaves these token ids out of the
+        dict.
         """
         state = asdict(self)
         if list(self.prompt_ids) == list(prompt_ids):
@@ -190,15 +192,19 @@ class Trajectory:
             found += (len(turn.observation_ids), False), (len(turn.action_ids), True)
         return found
 
-    def turn_index(self) -> Sequence[int]:
+    def turn_index(self) -> list[int]:
         """Return for each sampled token the index of its turn, and -1 for each observation token."""
-        observed = [[-1] * len(turn.observation_ids) for turn in self.turns[1:]]
-        return _response([[number] * len(turn.action_ids) for number, turn in enumerate(self.turns)], observed)
+        index = [0] * len(self.turns[0].action_ids)
+        for number, turn in enumerate(self.turns[1:], 1):
+            index += [-1] * len(turn.observation_ids) + [number] * len(turn.action_ids)
+        return index
 
     def turn_states(self) -> Sequence[int]:
         """Return for each sampled token a hash of its turn's observation, and 0 for each observation token."""
-        observed = [[0] * len(turn.observation_ids) for turn in self.turns[1:]]
-        return _response([[_hash(turn.observation_ids)] * len(turn.action_ids) for turn in self.turns], observed)
+        return self._response(
+            lambda turn: [_hash(turn.observation_ids)] * len(turn.action_ids),
+            lambda turn: [0] * len(turn.observation_ids),
+        )
 
     def context_starts(self) -> list[int]:
         """Return the positions in the response at which new contexts begin, in ascending order."""
@@ -211,33 +217,41 @@ class Trajectory:
 
     def turn_rewards(self) -> Sequence[float]:
         """Return the turn's reward at the last sampled token of each turn, and 0.0 at all other response tokens."""
-        observed = [[0.0] * len(turn.observation_ids) for turn in self.turns[1:]]
-        return _response([turn.token_rewards() for turn in self.turns], observed)
+        return self._response(Turn.token_rewards, lambda turn: [0.0] * len(turn.observation_ids))
 
     def response_ids(self) -> Sequence[int]:
         """Return the token ids of the response: the first action, then each observation followed by its action."""
-        return _response([t.action_ids for t in self.turns], [t.observation_ids for t in self.turns[1:]])
+        return self._response(attrgetter("action_ids"), attrgetter("observation_ids"))
 
     def log_probs(self) -> Sequence[float]:
         """Return the log-prob of each response token in nats; the value at observation tokens is 0."""
-        observed = [[0.0] * len(turn.observation_ids) for turn in self.turns[1:]]
-        return _response([turn.log_probs for turn in self.turns], observed)
+        return self._response(attrgetter("log_probs"), lambda turn: [0.0] * len(turn.observation_ids))
 
     def versions(self) -> Sequence[int]:
         """Return the weight version of each response token; the value at observation tokens is `NOT_SAMPLED`."""
-        observed = [[NOT_SAMPLED] * len(turn.observation_ids) for turn in self.turns[1:]]
-        return _response([turn.versions for turn in self.turns], observed)
+        return self._response(attrgetter("versions"), lambda turn: [NOT_SAMPLED] * len(turn.observation_ids))
 
+    def _response(
+        self,
+        of_action: Callable[[Turn], Sequence[_Value]],
+        of_observation: Callable[[Turn], Sequence[_Value]],
+    ) -> Sequence[_Value]:
+        """Concatenate the values of a response: the first action, then each observation followed by its action.
 
-def _response(actions: Sequence[Sequence[_Value]], observations: Sequence[Sequence[_Value]]) -> Sequence[_Value]:
-    """Concatenate the values of a response: the first action, then each observation followed by its action.
+        If the trajectory has only one turn, the values of that turn's action are returned without a copy.
 
-    If a response has only one action, that action's values are returned without a copy.
-    """
-    first, *later = actions
-    if not later:
-        return first
-    return list(chain(first, *chain.from_iterable(zip(observations, later, strict=True))))
+        Args:
+            of_action: function that returns the values of a turn's sampled tokens.
+            of_observation: function that returns the values of a turn's observation tokens.
+        """
+        values = of_action(self.turns[0])
+        if len(self.turns) == 1:
+            return values
+        values = list(values)
+        for turn in self.turns[1:]:
+            values += of_observation(turn)
+            values += of_action(turn)
+        return values
 
 
 def _hash(ids: Sequence[int]) -> int:

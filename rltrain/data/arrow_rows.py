@@ -84,8 +84,8 @@ def _unusable(kind: Any, place: str) -> ConfigError:
 def _check_values(column: Any, name: str, where: str) -> None:
     """Raise ConfigError if a column of an Arrow table has a value that Python cannot represent.
 
-    The values are checked during loading, because an unusable value would otherwise cause an error only in the training
-    step that reads the value.
+    The values of a column are checked when the table is loaded, because a value that Python cannot represent would
+    otherwise cause an error only in the training step that reads the value.
     """
     if _is_safe(column.type):
         return

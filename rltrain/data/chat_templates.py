@@ -50,7 +50,7 @@ class ChatTemplates:
     limits on processor time and memory.
 
     The rendering process starts when the first chat is rendered. The rendering process ends when `close` is called or
-    this object is deleted.
+    the `ChatTemplates` object is deleted.
 
     Args:
         chat_seconds: limit on the processor time for one chat, in seconds.
@@ -158,7 +158,7 @@ class ChatTemplates:
                 stderr=subprocess.DEVNULL,
                 pass_fds=words[:2],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-                start_new_session=True,  # In a new session, the rendering process gets no SIGINT on Ctrl-C.
+                start_new_session=True,  # Ctrl-C must not send SIGINT to the rendering process.
             )
         self._connection = Connection(ours.detach())
         self._end = weakref.finalize(self, _ended, self._process, self._connection)

@@ -6,15 +6,15 @@ chat or open another turn. If the data contains no control-token name, the token
 contains a control-token name, encoding has three steps:
 
 1. Before the chat template is applied, placeholders (private-use Unicode characters) replace the control-token names in
-   the data. Every control-token name in the template's output then comes from the template, and none from the data.
+   the data. Because of the placeholders, every control-token name in the template's output comes from the template.
 2. In a copy of the tokenizer, each control token is renamed to a string of private-use characters. In the output of the
    chat template, each control-token name is replaced by the private-use name of the same token, and each placeholder by
    the control-token name from the data. The copy of the tokenizer recognizes control tokens only by their private-use
    names, and encodes the control-token names from the data as ordinary text.
-3. Two checks verify the token ids of the encoded text. The tokenizer and its copy with renamed control tokens must
-   encode the template's output with placeholders to the same ids. The sequence of control tokens in the token ids must
-   stay the same when control-token names replace the placeholders. A `ControlTokenError` is raised if a check of the
-   token ids fails.
+3. The token ids are checked in two ways. First, the original tokenizer and the copy with renamed control tokens encode
+   the template's output with placeholders, and must return the same token ids. Second, the template's output with
+   placeholders and the template's output with the control-token names from the data must be encoded with the same
+   sequence of control tokens. A `ControlTokenError` is raised if a check of the token ids fails.
 """
 
 import functools
@@ -192,8 +192,9 @@ class ControlTokens:
     def _normalizer(self) -> tuple[Callable[[str], str] | None, re.Pattern[str]]:
         """Return the tokenizer's normalizer, and a pattern that matches the normalized names of control tokens.
 
-        The returned pattern covers only the control tokens that the tokenizer searches for after normalization. If the
-        tokenizer searches for no control token after normalization, the returned normalizer is None.
+        The pattern contains the names of only those control tokens that the tokenizer searches for in normalized text.
+        If the tokenizer searches for no control token in normalized text, `_normalizer` returns None in place of the
+        tokenizer's normalizer.
         """
         own: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         normalize = own.normalizer.normalize_str if own is not None and own.normalizer is not None else None
@@ -211,7 +212,7 @@ def _pattern(names: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that matches any of the given names and, like a tokenizer, prefers longer names to shorter
     names.
 
-    If no names are given, the returned pattern matches nothing.
+    If `names` is empty, `_pattern` returns a pattern that matches nothing.
     """
     ordered = sorted({*names}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) if ordered else "(?!)")

@@ -85,8 +85,8 @@ def local_directory(path: str | Path) -> Path:
 def portable(path: str) -> str:
     """Return a model's path in a form that is also valid on other machines and in other working directories.
 
-    For a model from the hub, return the model's name with its commit. For a model in a folder, return the folder's
-    absolute path.
+    For a model from the hub, return the model's pinned name (NAME@COMMIT). For a model in a folder, return the
+    folder's absolute path.
     """
     return path if path in _snapshots else str(Path(path).expanduser().absolute())
 
@@ -121,7 +121,7 @@ def fetch(
 ) -> str:
     """Find the files of a model in the cache of this machine, or download them.
 
-    Return the name of the model with its commit.
+    Return the pinned name of the model (NAME@COMMIT).
 
     No network is needed if the model's name includes a commit and all files are in the cache. If the model's name
     includes no commit, or files are missing from the cache, the commit and the missing files are fetched from the hub.

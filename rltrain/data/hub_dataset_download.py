@@ -30,8 +30,8 @@ _SHOWN = 8  # An error message lists at most `_SHOWN` configurations or splits.
 def main(repository: str, config: str | None, split: str | None, revision: str | None, *, key: str) -> None:
     """Download a data set, and write the result or the error to the standard output as JSON.
 
-    The argument `key` is the config key, `train` or `val`. The arguments other than `key` are the parts of the data
-    set's name.
+    The argument `key` is the config key, `train` or `val`. The arguments `repository`, `config`, `split` and
+    `revision` are the parts of the data set's name.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # This process ignores SIGINT, because the driver kills it on Ctrl-C.
     result, sys.stdout = sys.stdout, sys.stderr
@@ -70,15 +70,16 @@ def _cached(
         try:
             builder = Cache(repo_id=repository, dataset_name=repository.partition("/")[2], config_name=name, **version)
             builder.download_and_prepare()
-        except ValueError:  # A ValueError means that the data set is not in the cache.
+        except ValueError:  # `Cache` raises ValueError if the cache does not hold the data set.
             continue
         return _result(builder, _chosen(list(builder.info.splits or ()), wanted, repository, name, key))
     return None
 
 
 def _from_hub(repository: str, config: str | None, split: str | None, revision: str | None, key: str) -> dict[str, Any]:
-    """Download and prepare all splits of a configuration with the library `datasets`, at the commit of the given
-    revision.
+    """Download and prepare all splits of a data set's configuration with the library `datasets`.
+
+    The data set is downloaded at the commit that `revision` names; None stands for the newest commit.
     """
     import datasets
     from huggingface_hub import HfApi
@@ -152,7 +153,9 @@ def _persistently(call: Callable[[], Any]) -> Any:
         try:
             return call()
         except (HfHubHTTPError, OfflineModeIsEnabled, FileNotFoundError, ValueError):
-            raise  # The hub has answered with an error, so another download attempt would not help.
+            # HTTP errors, offline mode, missing files and ValueErrors are treated as permanent, so the call is not
+            # repeated.
+            raise
         except Exception as error:
             if attempt == _ATTEMPTS or _is_of_disk(error):
                 raise

@@ -52,7 +52,8 @@ class DatasetName:
         repository: name of the data set without configuration, split and revision: `ORG/NAME`.
         config: name of the configuration; None for the data set's configuration "default" or its only configuration. In
             the name `ORG/NAME:WORD`, `config` is WORD and `split` is None, even if WORD is the name of a split.
-        split: name of the split in `ORG/NAME:CONFIG:SPLIT`; None if the data set's name does not have this form.
+        split: name of the split in `ORG/NAME:CONFIG:SPLIT` or `ORG/NAME::SPLIT`; None if the data set's name has
+            neither of these two forms.
         revision: branch, tag or commit of the data set; None for the main branch.
     """
 
@@ -72,7 +73,7 @@ class DatasetName:
         return bool(self.config and self.split and self.revision and _COMMIT.fullmatch(self.revision))
 
     def may_mean(self, pinned: "DatasetName") -> bool:
-        """Return True if this name has no revision and can mean the same split as the complete name `pinned`."""
+        """Return True if the name `self` has no revision and may be a shorter name of the split that `pinned` names."""
         if self.repository != pinned.repository or self.revision is not None or not pinned.pinned:
             return False
         if self.split is not None:

@@ -62,7 +62,7 @@ def snapshot(model: str, revision: str | None, **options: Any) -> Path:
 def _names_weights(folder: Path) -> bool:
     """Return whether config.json has the key `transformers_weights`.
 
-    The value of `transformers_weights` is the name of the weight file that transformers loads.
+    The value of `transformers_weights` in config.json is the name of the weight file that transformers loads.
     """
     try:
         return "transformers_weights" in json.loads((folder / "config.json").read_text("utf-8"))

@@ -83,9 +83,9 @@ def check_critic(path: str) -> None:
     token.
 
     Raises:
-        ConfigError: transformers has no token classifier for this type of model, or the base model's weights are
-            incomplete. The message of the ConfigError names the model type and the algorithms that need no critic, or
-            the missing tensors.
+        ConfigError: transformers has no token classifier for the type of the model at `path`, or the weights of the
+            base model are incomplete. The message of the ConfigError names the model type and the algorithms that need
+            no critic, or the missing tensors.
     """
     from transformers import AutoModelForTokenClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES as known

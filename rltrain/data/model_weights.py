@@ -2,9 +2,9 @@
 
 If the weight files lack a parameter, transformers initializes the parameter with random numbers and only logs a
 message. To find missing parameters, this module passes the tensor names and shapes in the file headers through
-transformers' own loading code, which renames, ties and merges tensors. The loading code runs on the meta device, so the
-check of the weight files reads no weights and allocates no memory for weights. The check of the weight files finds the
-name of every tensor that is missing, unexpected or of the wrong shape.
+transformers' own loading code, which renames, ties and merges tensors. The loading code of transformers runs on the
+meta device, so the check of the weight files reads no weights and allocates no memory for weights. The check of the
+weight files finds the name of every tensor that is missing, unexpected or of the wrong shape.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def weight_files(folder: Path, where: str) -> list[Path]:
     """Return the files from which transformers reads a model's weights.
 
-    The returned list is complete: transformers reads the model's weights from no other file.
+    The list of weight files is complete: transformers reads the model's weights from no other file.
 
     Args:
         folder: the model's directory.
@@ -368,8 +368,8 @@ def read_weights(model: Any, path: str, where: str, *, device: Any, new_head: bo
     if files[0].suffix == SAFETENSORS:
         state = {name: tensor for file in files for name, tensor in stored_rows(file).items()}
     mapping: Any = get_model_conversion_mapping(model)
-    # `from_pretrained` calls the private methods `_load_pretrained_model` and `_finalize_model_loading`.
-    # `from_pretrained` itself cannot load shards for a device mesh that the caller has chosen.
+    # Because `from_pretrained` cannot load shards for a device mesh that the caller has chosen, `read_weights` calls
+    # two private methods that `from_pretrained` uses: `_load_pretrained_model` and `_finalize_model_loading`.
     how = LoadStateDictConfig(
         pretrained_model_name_or_path=path,
         ignore_mismatched_sizes=True,
@@ -458,8 +458,8 @@ def check_engine_files(path: str, where: str) -> None:
     """Raise an error if vLLM and transformers would read a model's weights from different files of a directory.
 
     Raises:
-        ConfigError: vLLM and transformers would read different files. The message of the ConfigError names the files
-            that only vLLM or only transformers reads.
+        ConfigError: vLLM and transformers would read the weights from different files. The message of the ConfigError
+            names the files that only vLLM or only transformers reads.
     """
     folder = local_directory(path)
     read, index = set(weight_files(folder, where)), folder / NAMES[1]

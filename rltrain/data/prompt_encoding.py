@@ -87,8 +87,8 @@ class PromptEncoder:
     def _spelled(self, prompts: Mapping[int, Any], place: Callable[[int], str]) -> dict[int, str]:
         """Return a dict that maps the row number of each prompt to the first control-token name in the prompt.
 
-        Prompts without control-token names have no entry in the returned dict. If `special_tokens` is "allow",
-        `_spelled` returns an empty dict.
+        `_spelled` leaves out prompts without control-token names. If `special_tokens` is "allow", `_spelled` returns an
+        empty dict.
 
         Raises:
             ConfigError: a prompt contains the name of a control token, and `special_tokens` is "refuse".
@@ -148,8 +148,8 @@ class PromptEncoder:
             return self._control.encode(prompt, write, written=text, add_special_tokens=False)
         except (ControlTokenError, TemplateError) as error:
             raise ConfigError(
-                f"{what}, the name of a control token, and cannot be encoded as text ({error}); change the prompt, "
-                f"or {_ALLOW}"
+                f"{what}, the name of a control token, and this name cannot be encoded as text ({error}); change the "
+                f"prompt, or {_ALLOW}"
             ) from error
 
     def _finished(self, ids: list[int] | Overlong, prompt: Any, place: str, max_length: int) -> list[int] | Overlong:

@@ -1,21 +1,23 @@
 """Rules that turn the rows of a data set into prompts: which columns are read, and how a row becomes a prompt.
 
 The config key `data.prompt` names a column, or is a template such as `{question} Think step by step.`. If `data.prompt`
-is not set, the names of the data's columns decide what becomes the prompt. Of the columns in the following list, the
-first one that exists in the data becomes the prompt:
+is not set, the names of the data's columns decide what becomes the prompt. The first of the columns `prompt`,
+`messages` and `conversations` that exists in the data becomes the prompt. If the data has no column `prompt`,
+`messages` or `conversations`, the prompt is the column `question`, `problem` or `instruction`, and the data must have
+exactly one of these three columns.
 
 - The column `prompt` holds text or chat messages, which are used unchanged.
 - The columns `messages` and `conversations` hold chat messages. If the assistant wrote the last message, the prompt
   does not include the last message.
-- The columns `question`, `problem` and `instruction` hold text. If a row with an instruction also has a value in the
-  column `input`, the value is appended to the instruction.
+- The columns `question`, `problem` and `instruction` hold text. If the column `instruction` becomes the prompt, a row's
+  value in the column `input` is appended to the instruction.
 
 Text in the column `prompt` is used as the complete prompt, even for a chat model. Text from a column other than
 `prompt`, or from a template, becomes a user message if the tokenizer has a chat template. The config key `data.chat`
 can forbid chat messages, or turn all text into user messages.
 
 Reward functions get the value of each data column as an argument with the column's name. If prompts are made from chat
-messages in a column other than `prompt`, reward functions also get the assistant's last message as the argument
+messages in a column other than `prompt`, reward functions get the assistant's last message as the argument
 `completion`. If the data has no column `answer`, reward functions get the column `solution` or `output` as the argument
 `answer`. If the data has a column `completion`, the argument `completion` is the value of this column and not the
 assistant's last message.
@@ -106,7 +108,8 @@ class PromptForm:
         """Return the finished prompt (text or chat messages), given the value that `read` returned for a row.
 
         Raises:
-            RowError: chat messages are forbidden, or both the row and the config contain a system message.
+            RowError: the row has chat messages although `data.chat` is "never", or both the row and the config contain
+                a system message.
         """
         if isinstance(value, list) and self.chat == "never":
             raise RowError(
@@ -251,8 +254,8 @@ def require_column(name: str, columns: Sequence[str], given: str, where: str, mo
 def template_parts(template: str, *, key: str = "data.prompt", what: str = "prompt") -> list[tuple[str, str | None]]:
     """Split a template into pairs of text and column name.
 
-    In a returned pair (text, column name), the text is the part of the template between the previous column and this
-    column. If the template ends with text, the last pair (text, column name) has None as its column name.
+    In each pair (text, column name), the text is the part of the template that lies before the column and after the
+    previous column. If the template ends with text, the last pair (text, column name) has None as its column name.
 
     Args:
         template: the template, with columns in braces.
@@ -282,7 +285,7 @@ def template_parts(template: str, *, key: str = "data.prompt", what: str = "prom
 def filled(parts: Sequence[tuple[str, str | None]], key: str = "data.prompt") -> Reader:
     """Return a function that inserts the values of a row into a template.
 
-    The returned function raises RowError if a value is neither text nor a number.
+    The function that fills in the template raises RowError if a value is neither text nor a number.
 
     Args:
         parts: the template, as returned by `template_parts`.

@@ -1,6 +1,6 @@
-"""The shuffled order in which training uses the prompts.
+"""The order, shuffled or not, in which training uses the prompts.
 
-A checkpoint stores the position in the prompt order, so that a resumed run continues there.
+A checkpoint stores the position in the prompt order, so that a resumed run continues at the saved position.
 """
 
 import random
@@ -13,7 +13,7 @@ from rltrain.settings.typed import require
 class PromptOrder:
     """The order in which training uses the prompts. The position in the prompt order can be saved and loaded.
 
-    Each epoch uses every prompt index once, in a new permutation.
+    Each epoch uses every prompt index once. If the prompts are shuffled, each epoch has a permutation of its own.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool) -> None:
@@ -47,7 +47,7 @@ class PromptOrder:
         """Continue the prompt order from a state that `state_dict` returned.
 
         Raises:
-            ConfigError: the saved prompt order has another size, seed or shuffle setting than this prompt order.
+            ConfigError: `state` comes from a prompt order whose size, seed or shuffle setting differs from `self`.
         """
         for name, value in self.state_dict().items():
             require(

@@ -21,14 +21,14 @@ The first point, u(0), is a pseudo-random number in [0, 1) that depends on the s
 over [0, 1), because the factor of n in the formula for u(n) is the golden ratio minus 1. A pool whose configured
 fraction is f is chosen for about m * f of any m consecutive draws, with a small deviation.
 
-If the chosen pool is empty, the draw takes a prompt from the normal pool. If the chosen pool and the normal pool are
-both empty, the draw takes a prompt from the unseen pool. If the chosen pool, the normal pool and the unseen pool are
-all empty, the draw takes a random prompt from the hard and easy pools. If every prompt is either hard or easy, the
-normal and unseen pools are empty, and each draw that chooses an empty pool takes a random prompt instead. If every
-prompt is either hard or easy, and the hard and easy pools have small configured fractions, most draws choose an empty
-pool and take a random prompt. If most draws take a random prompt, training is almost the same as with shuffled passes
-through all prompts. Random draws from the hard and easy pools include easy prompts, because otherwise the policy would
-train only on prompts that it fails to solve.
+If the pool that is chosen for a draw is empty, a prompt is drawn from the normal pool instead. If the pool that is
+chosen for a draw and the normal pool are both empty, a prompt is drawn from the unseen pool. If the pool that is chosen
+for a draw, the normal pool and the unseen pool are all empty, a random prompt is drawn from the hard and easy pools. If
+every prompt is either hard or easy, the normal and unseen pools are empty, and each draw that chooses an empty pool
+takes a random prompt instead. If every prompt is either hard or easy, and the hard and easy pools have small configured
+fractions, most draws choose an empty pool and take a random prompt. If most draws take a random prompt, training is
+almost the same as with shuffled passes through all prompts. Random draws from the hard and easy pools include easy
+prompts, because otherwise the policy would train only on prompts that it fails to solve.
 
 Within a pool, prompts are drawn without replacement: each pass through a pool is a random permutation of the prompts in
 the pool. A prompt that was drawn in one pass through a pool can be drawn again only in a later pass. A prompt is called
@@ -62,7 +62,7 @@ _LARGEST = 2**16 - 1  # Maximum number of answers per prompt group; counts of an
 
 
 class _Pool:
-    """The indices of the prompts that are in one pool and not in flight. A prompt is in flight from its draw until the
+    """One pool of prompt indices, which contains no prompts in flight. A prompt is in flight from its draw until the
     training step of its prompt group ends.
 
     Attributes:
@@ -126,17 +126,19 @@ class PromptPools:
         return [self._draw() for _ in range(count)]
 
     def at(self, position: int) -> int:
-        """Return the index of the prompt that draw number `position` took, for an unfinished training step."""
+        """Return the index of the prompt that draw number `position` took. The prompt must still be in flight."""
         return self._in_flight[position]
 
     def give_back(self, outcomes: Mapping[int, tuple[int, int]]) -> None:
         """Put the prompts of a finished training step back into the pools, and store the outcomes of the prompts.
 
-        If the new group of a prompt has no judged answer, the prompt keeps the success rate of its previous group.
+        If no answer in a prompt's group of the finished step was judged, the prompt keeps the success rate of its
+        previous group.
 
         Args:
-            outcomes: maps the number of each draw that the training step has used or discarded to a pair (number of
-                correct answers, number of judged answers) for the drawn prompt.
+            outcomes: dict with one entry for each prompt that the training step has used or discarded. The key is the
+                position of the prompt's draw. The value is a pair (number of correct answers, number of judged
+                answers).
         """
         for position, (correct, judged) in sorted(outcomes.items()):
             assert 0 <= correct <= judged <= _LARGEST, f"invalid outcome: {correct} of {judged} answers are correct"
@@ -149,11 +151,11 @@ class PromptPools:
         self._drawn_in_step = self._fallbacks = 0
 
     def metrics(self) -> dict[str, float]:
-        """Return the share of all prompts in each pool, and the share of draws for which the chosen pool was empty.
+        """Return each pool's share of all prompts, and the share of draws that had to fall back to another pool.
 
         The share of a pool includes the prompts that were drawn from the pool and have not yet been returned to a pool.
-        The metric `difficulty/fallback_fraction` is the share of draws since the end of the previous step for which the
-        chosen pool was empty.
+        The metric `difficulty/fallback_fraction` is the share of draws, since the end of the previous step, that took a
+        prompt from another pool because the chosen pool was empty.
         """
         shares = {f"difficulty/{name}_fraction": self._sizes[name] / self._size for name in POOLS}
         return shares | {"difficulty/fallback_fraction": self._fallbacks / max(1, self._drawn_in_step)}

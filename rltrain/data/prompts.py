@@ -1,8 +1,8 @@
 """Loading of prompts: the rows of a source are read, checked and tokenized.
 
 Loaded prompts consist of token ids and data columns. An error in the prompt data raises a `ConfigError` with a one-line
-message while the prompts are loaded, before any worker starts. This module does not import torch, because its functions
-get the tokenizer as an argument.
+message while the prompts are loaded, before any worker starts. The functions of this module get the tokenizer as an
+argument, so that importing the module does not import torch.
 """
 
 import itertools
@@ -126,7 +126,7 @@ class PromptSet(Sequence[Prompt]):
         return crc
 
     def rows(self, count: int) -> list[int]:
-        """Return the source's row numbers of the first `count` prompts."""
+        """Return, for each of the first `count` prompts, the number of the source's row that became the prompt."""
         return self._kept[:count].tolist()
 
     def values(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -186,8 +186,8 @@ def load_prompts(
         special_tokens: what happens to prompts that contain the name of a control token, such as `<|im_end|>`. The
             value "text" encodes a control token's name as ordinary text, "refuse" raises an error, and "allow" encodes
             the name as the control token.
-        lossy_tokenizer: what happens if the tokenizer loses a part of one of the first prompts. "refuse" raises an
-            error if the tokenizer loses a part of a prompt, and "allow" accepts the tokenizer.
+        lossy_tokenizer: what happens if the tokenizer loses a part of a prompt. "refuse" raises an error if the
+            tokenizer loses a part of one of the first `_ROUND_TRIPS` prompts, and "allow" accepts the tokenizer.
         limit: maximum number of prompts to load. If the source has more than `limit` prompts, the first `limit` prompts
             that are not too long are kept.
         supervised: settings of the supervised answers to the prompts; None if no supervised answers are needed.

@@ -42,7 +42,8 @@ def path_rows(source: str, where: str) -> Rows:
 def find_path(source: str, where: str) -> Path:
     """Return the path of the file or folder that a source names.
 
-    If the file or folder does not exist, raise a ConfigError that names the most similar path.
+    If the file or folder does not exist, raise a ConfigError, which suggests a path with a similar name if there is
+    one.
     """
     path = local_path(source, where)
     require(path.exists(), _missing(path, where))

@@ -18,8 +18,8 @@ _ROW_HELP = 'return or yield dicts such as {"prompt": "2+2=", "answer": "4"}'
 _VALUE_HELP = "use text, numbers, lists and dicts, which are the same in every process and every run"
 # Types of the values that rows may contain. `datetime` is allowed too, because it is a subclass of `date`.
 _PLAIN = (bool, int, float, str, bytes, date, time, timedelta, Decimal)
-# Maximum size of an integer, in bits (about 3,000 digits). By default, Python cannot convert integers with more than
-# 4,300 digits to text.
+# Maximum size of an integer in a row, in bits (about 3,000 digits). The maximum is below 4,300 digits, because
+# Python by default cannot convert longer integers to text.
 _MAX_BITS = 10_000
 
 
@@ -30,7 +30,7 @@ def function_rows(source: str, where: str, *, split: str, seed: int) -> Rows:
         source: the function to call, as `package.module:function` or `file.py:function`. The user's function returns or
             yields dicts. The arguments `split` ("train" or "val") and `seed` are passed to the user's function if the
             function has parameters with these names.
-        where: the config key and the source, for the start of the error message.
+        where: start of error messages, such as `data.train=FILE.py:FUNCTION`.
         split: "train" or "val", the config key under `data` that names the function.
         seed: random seed of the run, for the function's parameter `seed`.
 

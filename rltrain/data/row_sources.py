@@ -1,6 +1,6 @@
 """The kinds of sources that `data.train` and `data.val` may name, and how each kind is read.
 
-The first of the following forms that fits a source determines the kind of the source:
+A source is compared with the forms in this list, and the first form that fits determines the kind of the source:
 
 - `builtin:NAME` names a built-in task.
 - An existing path names a data file, or a folder of data files.
@@ -68,7 +68,8 @@ def load_rows(source: str, where: str, *, split: Split, seed: int, limit: int | 
         split: "train" or "val", the config key under `data` that names the source. Built-in tasks and functions may
             have different rows for training and for evaluation.
         seed: random seed of the run, for built-in tasks and functions.
-        limit: number of rows to generate for a built-in task; None for the task's usual number.
+        limit: number of rows to generate for a built-in task; None for the default, which is `BUILTIN_TRAIN_ROWS` or
+            `BUILTIN_VAL_ROWS`.
 
     Raises:
         ConfigError: the source does not exist or cannot be read, or it has no rows.

@@ -15,7 +15,7 @@ class Rows:
         content: the rows, as a list of dicts or a `pyarrow.Table`.
         columns: the names of all columns, in the order in which the names first occur in the rows.
         place: function that returns, for a row index, the location of that row for error messages.
-        own_splits: whether the same source gives different rows for training and for evaluation.
+        own_splits: whether the source has different rows for training and for evaluation.
     """
 
     content: Any

@@ -102,13 +102,13 @@ class SupervisedAnswers:
         return max(self._ids)
 
     def described(self, prompts: int) -> str:
-        """Return a description for the user: the number of prompts with answers among all `prompts` prompts, and the
-        number of answer tokens.
+        """Return a description for the user: how many of the `prompts` prompts have an answer, and how many tokens all
+        answers have together.
         """
         return f"{self.source} has answers to {self.count:,} of {prompts:,} prompts, {self.tokens:,} tokens"
 
     def notes(self, where: str, limit: int) -> list[str]:
-        """Return messages for the user about answers that were left out, and about names of control tokens."""
+        """Return messages for the user about answers that were left out or that contain names of control tokens."""
         notes = []
         if self.filtered:
             notes.append(
@@ -256,7 +256,7 @@ class AnswerEncoder:
             ) from error
 
     def _ended(self, ids: list[int] | Overlong, text: str, place: str, *, chat: bool) -> list[int] | Overlong:
-        """Return the ids of an answer with the token that ends the answer, or an `Overlong` if the answer is too long.
+        """Return the token ids of an answer, followed by its end token, or an `Overlong` if the answer is too long.
 
         An answer that ends with a stop string gets no end token, because sampling would stop at the stop string.
         """
@@ -349,8 +349,8 @@ def _texts(
     """Return the text of each row's supervised answer, and whether each row's prompt consists of chat messages.
 
     The first returned dict maps a row number to the text of the row's answer. The second returned dict maps a row
-    number to True if the row's prompt consists of chat messages, and to False if the prompt is text. Rows without a
-    supervised answer are left out of both dicts.
+    number to True if the row's prompt consists of chat messages, and to False if the prompt is text. `_texts` leaves
+    out rows without a supervised answer.
     """
     texts, chats = {}, {}
     for number in numbers:

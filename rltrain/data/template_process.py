@@ -26,8 +26,8 @@ from typing import Any
 
 from rltrain.base.process_limits import limit_memory
 
-# Seconds by which each further chat of a rendering request raises the limit on processor time: the first i + 1 chats
-# may together use at most chat_seconds + i * MEAN_SECONDS seconds.
+# The first n chats of a rendering request may together use at most chat_seconds + (n - 1) * MEAN_SECONDS seconds of
+# processor time.
 MEAN_SECONDS = 0.02
 OUT_OF_MEMORY = 77  # Exit status of a rendering process that runs out of memory.
 
@@ -73,7 +73,8 @@ def _rendered(
             rendered: Any = render_jinja_template([pickle.loads(chat)], chat_template=template, **variables)
         except MemoryError:
             raise
-        except Exception as error:  # A template can raise any exception.
+        # A template can raise any exception; the parent process gets the exception's message.
+        except Exception as error:
             return texts, str(error)[:1000]
         texts += rendered[0]
     return texts, None

@@ -40,8 +40,8 @@ class TokenBound:
     """Computes a lower bound on the number of tokens in a text.
 
     A token covers a piece of the normalized text, and no piece is longer than the longest vocabulary entry. A text of n
-    characters has at least n / L tokens if the longest vocabulary entry has L characters. The bound must never exceed
-    the true number of tokens, so the following parts of a text are not counted:
+    characters has at least n / L tokens if the longest vocabulary entry has L characters. The lower bound must never
+    exceed the true number of tokens, so `TokenBound` does not count the following parts of a text:
 
     - A character that is not in the vocabulary is not counted, because the tokenizer may drop such a character or merge
       several such characters into one unknown token.
@@ -108,7 +108,7 @@ def _keeps_all_but_space(part: dict[str, Any]) -> bool:
 def _units(vocab: Collection[str], in_bytes: bool, fallback: bool, strips: bool, character: str) -> int:
     """Return the number of units (characters or bytes) that one character adds to the length of a text.
 
-    The returned number is 0 if the tokenizer may drop the character or merge the character with other characters.
+    The number of units is 0 for a character that the tokenizer may drop or may merge with other characters.
     """
     if strips and character.isspace():
         return 0

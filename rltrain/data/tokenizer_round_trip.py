@@ -11,8 +11,9 @@ _SHOWN = 24  # Number of characters that a message shows on each side of a diffe
 def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
     """Return the index of the first text that the tokenizer damages, and a description of the damage.
 
-    The following changes do not count as damage: case, accents, the Unicode form of characters, the amount of white
-    space, and changes by the tokenizer's own normalizer. A tokenizer damages a text in any of the following cases:
+    The following differences between a text and its decoded form do not count as damage: case, accents, the Unicode
+    form of characters, the amount of white space, and changes by the tokenizer's own normalizer. A tokenizer damages a
+    text in any of the following cases:
 
     - In the decoded text, characters other than white space are missing, or differ by more than case, accents or
       Unicode form.
@@ -26,9 +27,10 @@ def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
     Returns:
         A pair (index of the damaged text, description of the damage), or None if the tokenizer damages no text.
     """
-    # Index of the first text that lost all its white space, and a description of the loss.
+    # Index of the first text whose decoded text has lost all white space between words, and a description of this
+    # damage.
     gone: tuple[int, str] | None = None
-    kept = False  # True if any text still had white space after the round trip.
+    kept = False  # True if at least one decoded text has white space between words.
     for number, text in enumerate(text[:_LONGEST] for text in texts):
         ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
         back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -9,10 +9,10 @@ chat template's rendering of the whole conversation:
   prompt that the template would not write, and must not lack an end token that the template would write.
 - Between two control tokens, the conversation built turn by turn and the template's rendering have the same token ids.
   An answer of the assistant must have the same text in the conversation built turn by turn and in the template's
-  rendering, but the answer's token ids are allowed to differ. White space around an answer is allowed to differ between
-  the conversation and the rendering, because the policy samples this white space. Thoughts (`<think>...</think>`) in
-  the conversation built turn by turn are allowed to differ from those in the template's rendering, because some
-  templates remove thoughts from earlier answers.
+  rendering, but the answer's token ids are allowed to differ. The white space around an answer, which the policy
+  samples, is allowed to differ between the conversation built turn by turn and the template's rendering. Thoughts
+  (`<think>...</think>`) in the conversation built turn by turn are allowed to differ from those in the template's
+  rendering, because some templates remove thoughts from earlier answers.
 - The conversation built turn by turn ends where the template would write the assistant's next answer.
 """
 
@@ -95,7 +95,7 @@ def _conversations(roles: Collection[str]) -> Iterator[tuple[str, list[_Turn]]]:
         yield "a user's message follows each of three answers", [_Turn(user)] * 3
         yield "a user's message follows an answer with thoughts", [_Turn(user, thought), _Turn(user, thought)]
     if "tool" in roles:
-        yield "the result of one tool call follows an answer", [_Turn(results[:1])]
+        yield "a tool result follows an answer with one tool call", [_Turn(results[:1])]
         yield "the results of two tool calls follow one answer", [_Turn(results)]
         yield "a tool result follows each of three answers", [_Turn(results[:1])] * 3
         yield "a tool result follows an answer with thoughts", [_Turn(results[:1], thought)] * 2
@@ -184,7 +184,7 @@ def _require_same(renderer: "TurnRenderer", row: Sequence[int], whole: Sequence[
     Args:
         renderer: the checked renderer, which has built the conversation turn by turn.
         row: token ids of the conversation that was built turn by turn.
-        whole: token ids of the same conversation, if the chat template renders the whole conversation at once.
+        whole: token ids of the chat template's rendering of the whole conversation.
         answers: texts of the assistant's answers. An answer that contains control tokens is split at these tokens.
     """
     ours, theirs = _pieces(renderer, row), _pieces(renderer, whole)
@@ -214,7 +214,10 @@ def _same(text: str, their_text: str, answers: Sequence[str]) -> bool:
 
 
 def _compared(text: str, answers: Sequence[str]) -> str:
-    """Return a text without thoughts, and without the white space before answers and after the last answer."""
+    """Return a text without thoughts, and without the white space around the answers that the text contains.
+
+    The white space after an answer is removed only at the end of the text.
+    """
     text = _THOUGHT.sub("", text)
     for answer in answers:
         text = re.sub(rf"\s*{re.escape(answer)}(?:\s*$)?", lambda found: found[0].strip(), text)
@@ -224,7 +227,7 @@ def _compared(text: str, answers: Sequence[str]) -> str:
 def _pieces(renderer: "TurnRenderer", ids: Sequence[int]) -> list[tuple[int | None, list[int]]]:
     """Split `ids` into pairs (id of a control token, list of the ids up to the next control token).
 
-    The first of the returned pairs is (None, list of the ids before the first control token).
+    The list of pairs begins with (None, list of the ids before the first control token).
     """
     pieces: list[tuple[int | None, list[int]]] = [(None, [])]
     special = renderer.special_ids - {*renderer.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])}

@@ -4,15 +4,17 @@ The token ids of a context grow only at the end: the prompt's ids are followed b
 ids of an *observation*, the next sampled ids, and so on. The text of an observation is everything that the chat
 template writes between two answers of the assistant, except for text that the policy has already sampled. An
 observation has three parts: the text that the template writes at the end of the previous answer (without tokens that
-the policy has already sampled), the new messages, and the text that opens the next answer.
+the policy has already sampled), the tool results or user messages that follow the answer, and the text that opens the
+next answer.
 
 To find the text of an observation, a short conversation is rendered: a user's message, a placeholder for the sampled
-answer (the *anchor*), and the new messages. The anchor is an assistant's message that contains only a known word, or
-only tool calls with the known word as their argument. The text of the observation is everything that the chat template
-writes after the content of the placeholder answer, and only the text of the observation is tokenized. If the
-observation starts with tool results, the placeholder answer contains tool calls, because some chat templates refuse
-tool results without tool calls. At the start of a run, `rltrain.data.turn_probe` compares conversations that are built
-turn by turn with the template's rendering of the whole conversation.
+answer (the *anchor*), and the messages that follow the answer. The anchor is an assistant's message that contains only
+a fixed word (`TurnRenderer.mark`), or only tool calls with the word `TurnRenderer.mark` as their argument. The text of
+the observation is everything that the chat template writes after the content of the placeholder answer, and only the
+text of the observation is tokenized. If the observation starts with tool results, the placeholder answer contains tool
+calls, because some chat templates refuse tool results without tool calls. At the start of a run,
+`rltrain.data.turn_probe` compares conversations that are built turn by turn with the template's rendering of the whole
+conversation.
 """
 
 import functools
@@ -31,8 +33,9 @@ Message = Mapping[str, Any]
 
 _USER = {"role": "user", "content": "a"}
 _PLAIN_NAME = re.compile(r"[\w.-]{1,64}")
-_SURROGATES = re.compile("[\ud800-\udfff]")  # Unpaired surrogates are not valid Unicode.
-_PRIVATE = re.compile("[\U000f0000-\U000fffff]")  # Matches the private-use characters that ControlTokens uses.
+_SURROGATES = re.compile("[\ud800-\udfff]")  # Matches unpaired surrogates, which are not valid Unicode.
+# Matches the private-use Unicode characters that `ControlTokens` writes in place of the names of control tokens.
+_PRIVATE = re.compile("[\U000f0000-\U000fffff]")
 _ANCHORS = 1024  # Maximum number of `Anchor` objects in the cache.
 
 
@@ -42,9 +45,9 @@ class Anchor:
 
     Attributes:
         message: the placeholder message of the assistant.
-        marks: how often the rendered message contains the known word `TurnRenderer.mark`.
-        markup: text that the template writes between the last occurrence of the renderer's `mark` and the end of the
-            last tool call, such as closing brackets; "" if the message has no tool calls.
+        marks: how often the word `TurnRenderer.mark` occurs in the rendered message.
+        markup: text that the template writes between the last occurrence of the word `TurnRenderer.mark` and the end
+            of the last tool call, such as closing brackets; "" if the message has no tool calls.
         closing: text that the template writes after the answer if no other message follows.
     """
 
@@ -68,7 +71,8 @@ class TurnRenderer:
     Attributes:
         tokenizer, tools, stop_ids: the constructor's arguments with the same names.
         special_ids: `stop_ids`, and the ids of all control tokens except the unknown token.
-        mark: known word in the placeholder messages that replace sampled answers; the word occurs in no tool's schema.
+        mark: fixed word that stands for the content of a sampled answer in a placeholder message; the word occurs in
+            no tool's schema.
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class TurnRenderer:
         self._templates.close()
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "TurnRenderer":
-        """Return a new renderer with other tools; the new renderer uses the rendering process of this renderer."""
+        """Return a renderer for the tools `tools` that shares the rendering process of this renderer."""
         return TurnRenderer(self.tokenizer, tools=tools, stop_ids=self.stop_ids, templates=self._templates)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -122,15 +126,15 @@ class TurnRenderer:
     def observation_ids(self, messages: Sequence[Message], action_ids: Sequence[int]) -> list[int]:
         """Return the token ids of the text between a sampled answer and the assistant's next answer.
 
-        The first returned ids are the tokens that the template writes at the end of the sampled answer, without tokens
-        that the policy has already sampled. If the answer was cut off, the returned ids start with the template's end
-        token. If the policy sampled the template's end token, the returned ids start with the text after the end token,
-        such as a newline. If the policy ended the answer with a token of `stop_ids` other than the template's end
-        token, the sampled token replaces the template's end token. If the template has no end token, an answer ends
-        with the control token that opens the next message. If the policy has already sampled the control token that
-        opens the next message, the returned ids do not repeat this token. If the policy has sampled the opening token
-        of the wrong role, for example of a user's message before a tool result, the returned ids contain the opening
-        token of the right role.
+        The first ids of an observation are the tokens that the template writes at the end of the sampled answer,
+        without tokens that the policy has already sampled. If the answer was cut off, the observation starts with the
+        template's end token. If the policy sampled the template's end token, the observation starts with the text after
+        the end token, such as a newline. If the policy ended the answer with a token of `stop_ids` other than the
+        template's end token, the sampled token replaces the template's end token. If the template has no end token, an
+        answer ends with the control token that opens the next message. If the policy has already sampled the control
+        token that opens the next message, the observation does not repeat this token. If the policy has sampled the
+        opening token of the wrong role, for example of a user's message before a tool result, the observation contains
+        the opening token of the right role.
 
         Args:
             messages: the messages that follow the sampled answer: results of tools, or messages of a user. Tool results
@@ -171,14 +175,6 @@ class TurnRenderer:
 
         return fault(self, roles)
 
-    def strips_thinking(self) -> bool:
-        """Return whether the template removes `<think>...</think>` from an answer before a user's message.
-
-        Sampled ids are never removed from a context, so a context keeps the thoughts that the template would remove.
-        """
-        answer = {"role": "assistant", "content": f"<think>\n{self.mark}\n</think>\n\nb"}
-        return self.mark not in self.render([_USER, answer, _USER], opened=True)
-
     @functools.cached_property
     def end_id(self) -> int | None:
         """Id of the control token with which the template ends an answer; None if the template writes no such token."""
@@ -201,8 +197,8 @@ class TurnRenderer:
     def anchor(self, messages: Sequence[Message]) -> Anchor:
         """Return a placeholder (anchor) for the sampled answer that comes before the given messages.
 
-        The placeholder contains tool calls if the given messages start with tool results and the chat template can
-        render tool calls.
+        The placeholder contains tool calls if `messages` starts with tool results and the chat template can render tool
+        calls.
         """
         results = list(takewhile(lambda message: message["role"] == "tool", messages))
         if not results:
@@ -221,7 +217,7 @@ class TurnRenderer:
 
         Args:
             messages: the conversation.
-            opened: whether the returned text includes the text that opens the assistant's next answer.
+            opened: whether the rendered conversation ends with the text that opens the assistant's next answer.
             tools: schemas of the tools; None for the tools of this renderer.
         """
         given = self.tools if tools is None else tools
@@ -247,15 +243,16 @@ class TurnRenderer:
     def _usable(self, messages: Sequence[Message]) -> Any:
         """Return the messages without characters that cannot be encoded as token ids.
 
-        U+FFFD replaces invalid characters, and also private-use characters if the messages contain the name of a
-        control token.
+        U+FFFD replaces unpaired surrogates. U+FFFD replaces private-use Unicode characters only if the messages contain
+        the name of a control token, because `ControlTokens` uses these characters as placeholders.
         """
         messages = _replaced(messages, _SURROGATES)
         return messages if self._control.first_in(messages) is None else _replaced(messages, _PRIVATE)
 
     def _after_mark(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of all tokens that the template writes after an answer's content, including the end token."""
-        # `mark` is put before the text, because some tokenizers treat the start of a text in a special way.
+        # The word `mark` is encoded in front of the observation, because some tokenizers encode the start of a text
+        # differently from the rest of the text.
         lead = self._mark_ids
         ids = self._encoded(messages, lambda messages: self.mark + self._difference(messages))
         if ids[: len(lead)] != lead:
@@ -275,9 +272,11 @@ class TurnRenderer:
     def _call_anchor(self, calls: Sequence[tuple[str, str]]) -> Anchor:
         """Return an anchor (placeholder message for a sampled answer) with tool calls.
 
-        The tool calls are written in the first form of `_call_messages` that the chat template accepts. Most templates
-        expect the arguments of a tool call as an object, and some templates expect the JSON text of the object. Some
-        templates refuse several tool calls in one message, but accept several tool results.
+        `_call_messages` yields the same tool calls in several forms, and the anchor has the first form that the chat
+        template accepts. Most templates expect the arguments of a tool call as an object, and some templates expect the
+        JSON text of the object. Some templates refuse several tool calls in one message but accept several tool
+        results, so `_call_messages` yields first messages with all tool calls, and then messages with only the first
+        tool call.
         """
         refusal = None
         for message in _call_messages(calls, self.mark):
@@ -316,7 +315,8 @@ class TurnRenderer:
             return self._control.encode(value, write, written=text, add_special_tokens=False)
         except ControlTokenError as error:
             raise TemplateError(
-                f"the messages contain {name}, the name of a control token, and cannot be encoded as text ({error})"
+                f"the messages contain {name}, the name of a control token, and this name cannot be encoded as text "
+                f"({error})"
             ) from error
 
 

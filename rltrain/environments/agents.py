@@ -32,7 +32,10 @@ def is_function(agent: str) -> bool:
 
 
 def arguments_of(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments in `offered` that a function's signature names; with `**kwargs`, return all of `offered`."""
+    """Return the arguments in `offered` that a function accepts.
+
+    A function accepts the arguments that its signature names, or all arguments if its signature has `**kwargs`.
+    """
     parameters = inspect.signature(function).parameters
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         return dict(offered)

@@ -15,7 +15,8 @@ the following methods of the object:
     close() -> None                    optional: called when the trajectory has ended, even after an error.
 
 All methods of an environment can be coroutine functions. A method with the name `get_reward` is called in the same way
-as `reward`. A tool can also be a function outside any class; such a function has no state.
+as `reward`. A tool is either a method of an environment or a function outside any class; a tool outside any class has
+no state.
 """
 
 import inspect
@@ -48,11 +49,12 @@ def reset_arguments(reset: Callable[..., Any], columns: Mapping[str, Any], seed:
 
 
 def missing_columns(environment: type, columns: Sequence[str]) -> list[str]:
-    """Return the parameters of `reset` that have no default value and no data column of the same name."""
+    """Return the parameters of `reset` without a default value and without a data column, except `self` and `seed`."""
     reset = getattr(environment, RESET, None)
     if reset is None:
         return []
-    first = next(iter(inspect.signature(reset).parameters), "")  # The first parameter of `reset` is `self`.
+    # The first parameter of `reset` is `self`, which needs no data column.
+    first = next(iter(inspect.signature(reset).parameters), "")
     return missing_arguments(reset, [first, SEED, *columns])
 
 

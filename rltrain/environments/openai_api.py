@@ -83,7 +83,7 @@ class ModelAnswer:
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
-        """Tool calls of the answer."""
+        """Return the tool calls of the answer."""
         calls: Sequence[Mapping[str, Any]] = self.message.get("tool_calls", ())
         return calls
 

@@ -362,8 +362,7 @@ def _enclosed(
         start: position in the text at which the opening mark of the tool call starts.
         opening, closing: the marks before and after the JSON value of the tool call.
         read: function that converts the JSON value of a tool call to the tool call.
-        reopening: mark with which the next tool call in the text would start; None if the next tool call would start
-            with the same mark as this tool call.
+        reopening: mark with which every tool call of the format starts; None if every tool call starts with `opening`.
         fence: mark that ends the fenced code block around the tool call's JSON value; "" if the JSON value is not in a
             code block. In the model's text, only white space may be between `fence` and `closing`.
     """
@@ -419,7 +418,8 @@ def _decoded(text: str, at: int) -> tuple[Any, int]:
     at = _after_space(text, at)
     try:
         value, end = _DECODER.raw_decode(text, at)
-        json.dumps(value, ensure_ascii=False).encode()  # `encode` fails if a JSON escape is an unpaired surrogate.
+        # `encode` raises a UnicodeError if `value` contains an unpaired surrogate, from a JSON escape such as \ud800.
+        json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise _MalformedError(f"the call is not valid JSON: {error.msg} (character {error.pos - at})") from None
     except RecursionError:

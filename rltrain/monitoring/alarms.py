@@ -31,10 +31,10 @@ MISSING_SHARE = 0.05
 # The reward alarm compares mean rewards over windows of WINDOW_STEPS steps, because the prompts of a single step may be
 # unusually hard.
 WINDOW_STEPS = 5
-# The reward alarm is raised only if the mean reward falls below its best value by more than LOST_SHARE times its
-# earlier rise. The mean reward's earlier rise is the best value of the mean reward minus its first value. The fall of
-# the mean reward must also exceed the standard deviation of the individual rewards in the window with the best mean
-# reward. A smaller fall of the mean reward may be noise.
+# The rise of the mean reward is the best value of the mean reward minus its first value. The reward alarm is raised
+# only if the mean reward falls below its best value by more than LOST_SHARE times the rise of the mean reward. A second
+# condition of the reward alarm is that the mean reward has fallen by more than the standard deviation of the individual
+# rewards in the window with the best mean reward, because a smaller fall may be noise.
 LOST_SHARE = 0.5
 
 

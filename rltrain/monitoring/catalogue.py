@@ -114,7 +114,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "rollout/entropy",
             "estimate of the policy's entropy: the mean of -log p over the sampled tokens",
             "nats per token",
-            "falls slowly, stays above 0",
+            "the entropy falls slowly and stays above 0",
         ),
         Metric(
             "rollout/staleness_mean",
@@ -225,7 +225,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "difficulty/normal_fraction",
-            "share of training prompts whose success rate was between `hard_threshold` and `easy_threshold`",
+            "share of training prompts whose success rate in their last prompt group was between `hard_threshold` and "
+            "`easy_threshold`",
             "share",
             "above 0",
         ),
@@ -291,7 +292,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/same_policy_gap",
-            "mean absolute difference between the actor's log-probs and the old log-probs before the first update",
+            "mean absolute difference between the actor's log-probs and the old log-probs before the first optimizer "
+            "step of a training step",
             "nats per token",
             "0",
         ),
@@ -313,7 +315,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/engine_effective_sample_size",
-            "effective sample size of token importance weights in the first optimizer step, divided by the token count",
+            "effective sample size of the token importance weights p_actor / p_engine in the first optimizer step, "
+            "divided by the number of tokens",
             "share",
             "near 1",
         ),

@@ -83,7 +83,9 @@ class ConsoleDisplay:
         self.ended: list[
             tuple[int, float]
         ] = []  # The pairs (step number, end time) of the most recent steps that this process has trained.
-        # Time of the last printed line about a training step; used only if the output is not a terminal.
+        # Time of the last printed line with the metrics of a training step. Before the first line with the metrics of a
+        # training step, `said_at` is the time at which the display was created. `said_at` has an effect only if the
+        # output is not a terminal.
         self.said_at = time.monotonic()
         self.last = 0  # Number of the most recent training step that has ended.
 
@@ -147,8 +149,8 @@ class ConsoleDisplay:
     async def heartbeat(self, phase: Callable[[], str], waited_for: Callable[[], str] = lambda: "") -> None:
         """Print a line about the current step if no line about a step has been printed for `HEARTBEAT_S` seconds.
 
-        The heartbeat coroutine runs until it is cancelled. On a terminal, the heartbeat prints nothing, because the
-        progress bar shows the current step.
+        On a terminal, `heartbeat` returns at once, because the progress bar shows the current step. If the output is
+        not a terminal, `heartbeat` runs until it is cancelled.
 
         Args:
             phase: function that returns the name of the current phase of the step, or "" before the first phase.
@@ -247,9 +249,9 @@ def step_text(metrics: dict[str, float]) -> str:
 def evaluation_text(step: int, name: str, metrics: Mapping[str, float]) -> str:
     """Return the results of one evaluation set as text.
 
-    The returned text contains the accuracy (or the mean reward, if the accuracy is unknown), pass@k and the mean answer
-    length. If the run has several reward functions, the returned text contains the mean scores of the first
-    `SHOWN_PARTS` reward functions.
+    The text about an evaluation set contains the accuracy (or the mean reward, if the accuracy is unknown), pass@k and
+    the mean answer length. If the run has several reward functions, the text about an evaluation set contains the mean
+    scores of the first `SHOWN_PARTS` reward functions.
 
     Args:
         step: number of training steps before the evaluation.
@@ -433,10 +435,10 @@ def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
 def next_command(overrides: Sequence[str], output_dir: Path) -> str:
     """Return a shell command that trains with another algorithm on the same data, and a TensorBoard command.
 
-    The returned training command omits all overrides of keys in the config section `algorithm`, because another
-    algorithm may not accept the overrides. The returned training command omits the override of `data.sft_response`,
-    because rltrain refuses `data.sft_response` if `algorithm.sft_coef` is 0. The command for TensorBoard is returned
-    only if the run has a folder `tensorboard`.
+    `next_command` omits all overrides of keys in the config section `algorithm` from the training command, because
+    another algorithm may not accept the overrides. `next_command` omits the override of `data.sft_response` from the
+    training command, because rltrain refuses `data.sft_response` if `algorithm.sft_coef` is 0, as it is without
+    overrides. The command for TensorBoard is returned only if the run has a folder `tensorboard`.
     """
     tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
     other = "ppo" if tried == "grpo" else "grpo"

@@ -1,7 +1,9 @@
 """The ledger: a file that records for each prompt group of a run whether it was trained on or dropped.
 
-The ledger has one line per training step, with the following keys:
+Each line of the ledger is a JSON object for one training step, with the keys `step`, `used`, `reused`, `dropped` and
+`failed`:
 
+- `step`: number of the training step.
 - `used`: uids of the prompt groups that were trained on for the first time in the training step.
 - `reused`: uids of the prompt groups from earlier steps that the training step trained on again (`trainer.reuse`).
 - `dropped`: uids of the prompt groups that were discarded without being trained on.

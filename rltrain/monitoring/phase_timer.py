@@ -23,7 +23,7 @@ class Timer:
     def __call__(self, phase: str) -> Iterator[None]:
         """Measure the duration of the `with` block in seconds, and add the duration to the metric `timing/<phase>`.
 
-        The `with` block is also recorded as an event of the run's timeline.
+        The measured `with` block is recorded as an event of the run's timeline.
         """
         start, self.phase = time.perf_counter(), phase
         with trace.span(phase):

@@ -58,8 +58,8 @@ class SampleFiles:
 
         Args:
             step: number of training steps before the evaluation.
-            batches: maps each prefix of metric names, such as `eval/greedy` or `eval/aime/sampled`, to the evaluated
-                answers.
+            batches: maps each prefix of metric names, such as `eval/greedy` or `eval/aime/sampled`, to the answers that
+                the metrics with the prefix describe.
         """
         self.evaluated.mkdir(exist_ok=True)
         for prefix, batch in batches.items():

@@ -23,8 +23,8 @@ class Sink(Protocol):
     """Interface of a sink, which receives the metrics of a run and writes them to a file or sends them to a service.
 
     A sink is created when the process of a run starts. The constructor of a sink must not erase metrics of an earlier
-    process of the same run, because only the method `restore` decides which metrics are kept. A sink may also
-    implement the interfaces `TakesConfig` and `TakesSamples`.
+    process of the same run, because only the method `restore` decides which metrics are kept. Besides the interface
+    `Sink`, a sink may implement the interfaces `TakesConfig` and `TakesSamples`.
 
     The trainer calls the methods of `JsonLines` and `TensorBoard` in the trainer's thread, so an exception in
     `JsonLines` or `TensorBoard` ends the run. Every sink except `JsonLines` and `TensorBoard` is called in a separate
@@ -61,9 +61,9 @@ class Sink(Protocol):
 
         Args:
             step: last training step whose metrics and samples are kept; 0 at the start of a run.
-            steps: one mapping with the metrics of each training step up to `step`, oldest first. Each mapping also has
-                the key `step`, whose value is the number of the training step. In `steps` and `evaluations`, infinite
-                metric values are replaced by NaN.
+            steps: one mapping with the metrics of each training step up to `step`, oldest first. Besides the metrics,
+                each mapping in `steps` has the key `step`, whose value is the number of the training step. In `steps`
+                and `evaluations`, infinite metric values are replaced by NaN.
             evaluations: metrics of each evaluation up to the training step `step`, in the same form as `steps`.
         """
 

@@ -63,8 +63,8 @@ class Timeline:
 def timeline(folder: Path, *, wanted: bool) -> Iterator[Timeline]:
     """Record the timeline events of the driver during the `with` block, if `wanted` is true.
 
-    The timeline shows the events of the current asyncio task in a row named "steps". Worker processes that are started
-    in the `with` block record events too.
+    In the timeline, the row "steps" shows the events of the asyncio task that has entered the `with` block. Worker
+    processes that are started in the `with` block record events too.
 
     Args:
         folder: output folder of the run, to which the timeline file is written.

@@ -29,7 +29,7 @@ def write_token_texts(tokenizer: Any, output_dir: Path) -> Path:
 
 
 def read_token_texts(path: Path) -> tuple[list[str], set[int]]:
-    """Read the texts and the ids of special tokens from a file `tokens.parquet`.
+    """Read the texts of all tokens, and the ids of the special tokens, from a file `tokens.parquet`.
 
     Returns:
         A pair: the list of token texts, indexed by token id, and the set of the ids of special tokens.
@@ -66,7 +66,8 @@ def token_texts(tokenizer: Any) -> list[str]:
 def _byte_characters() -> str:
     """Return the 256 characters by which byte-level tokenizers represent the bytes 0 to 255.
 
-    A byte that is the code of a visible Latin-1 character is represented by that character.
+    A byte that is the code of a visible Latin-1 character is represented by that character, and each other byte by a
+    character from U+0100 upwards.
     """
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))

@@ -126,8 +126,9 @@ class _Process:
         # For events that may be nested, `rows` maps the name of a track (a group of events) to the timeline rows that
         # show the events of the track.
         self.rows: dict[str, list[_Row]] = {}
-        # For events that must not be nested, `free` maps the name of a track to a heap. The heap has one pair for each
-        # thread of the track: the end time of the thread's latest event, and the thread number.
+        # Events that must not be nested are drawn on several parallel lines of a track, which the file format calls
+        # threads. `free` maps the name of a track to a heap of the track's threads. The heap has one pair for each
+        # thread: the end time of the thread's latest event, and the thread number.
         self.free: dict[str, list[tuple[int, int]]] = {}
 
     def introduce(self, recorded: Recorded) -> Iterator[dict[str, Any]]:
@@ -151,8 +152,8 @@ class _Process:
         """Choose the timeline row (thread) for an event, and return the thread number and whether the thread is new.
 
         In a Perfetto timeline, a thread is one row of events. A new event can be drawn on a row if each earlier event
-        of the row either ends before the new event starts or contains the new event. If the new event cannot be drawn
-        on any row of its track, a new row is created.
+        of the row either ends before the new event starts or contains the new event. An event that cannot be drawn on
+        any existing row of its track gets a new row.
         """
         if not event.nests:
             return self._free_thread(event)
@@ -165,10 +166,10 @@ class _Process:
         return thread, True
 
     def _free_thread(self, event: Event) -> tuple[int, bool]:
-        """Return the timeline thread on which to draw an event that no other event encloses, and whether it is new.
+        """Return the number of the thread for an event that must not be nested, and whether the thread is new.
 
-        An event is drawn on the thread of its track whose latest event ended first. If the latest events
-        of all threads of the track end after the new event starts, a new thread is created.
+        Among the threads of a track, the thread whose latest event ended first is chosen. If every thread of the track
+        has an event that ends after `event` starts, a new thread is created for `event`.
         """
         heap = self.free.setdefault(event.track, [])
         if heap and heap[0][0] <= event.start_ns:

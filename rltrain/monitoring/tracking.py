@@ -100,8 +100,8 @@ class Tracker:
     def metrics_of(self, step: int) -> dict[str, float]:
         """Return the metrics of the training step `step` and of the evaluation after the training step `step`.
 
-        The returned dict is empty unless `step` is the number of the most recent training step or of the most recent
-        evaluation.
+        `metrics_of` returns an empty dict unless `step` is the number of the most recent training step or of the most
+        recent evaluation.
         """
         rows = [row for row in (*self.history.last(), *self.evaluations[-1:]) if row["step"] == step]
         return {name: value for row in rows for name, value in row.items()}
@@ -129,7 +129,7 @@ class Tracker:
             metrics: mapping from the name of each metric to the metric's value.
             batch: the batch that was trained on.
             dropped: uids of the prompt groups that the step dropped.
-            reused: uids of the prompt groups from earlier steps that the step trained on again.
+            reused: uids of the prompt groups of earlier training steps on which this training step trained again.
         """
         self.samples.write_trained(step, batch)
         self.ledger.append(ledger_line(step, batch, dropped, reused))
@@ -162,7 +162,7 @@ class Tracker:
         """Save the whole batch of a step in the folder `failed`, as a file that `DataProto.load` can read.
 
         Returns:
-            The path of the file, or the reason why the batch could not be saved.
+            The path of the file with the saved batch, or the reason why the batch could not be saved.
         """
         return self.samples.save_batch(step, batch)
 
@@ -181,7 +181,8 @@ class Tracker:
         Args:
             step: number of training steps before the evaluation.
             metrics: mapping from the name of each metric to the metric's value.
-            batches: maps each prefix of metric names, such as `eval/greedy`, to the evaluated answers.
+            batches: maps each prefix of metric names, such as `eval/greedy`, to the answers that the metrics with the
+                prefix describe.
         """
         self.samples.write_evaluated(step, batches)
         self.evaluations.append({"step": step, **metrics})

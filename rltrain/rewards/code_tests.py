@@ -43,19 +43,19 @@ def code_tests(
     Known weaknesses: A program can detect from the arguments of its functions that it is being tested, and can return
     memorized answers. The program can change the behaviour of every function and class that the tests get from the
     program. The program can even replace imported functions, such as `gcd` in `from math import gcd`. When a test
-    compares two objects that both come from the tested program, the program controls the result of the comparison. The
-    weak form of the sandbox does not isolate the program, so a program can attack the tests through the operating
-    system.
+    compares two objects that both come from the tested program, the program controls the result of the comparison. If
+    `sandbox` is "limits", or is "auto" on a machine where isolation does not work, the program is not isolated and can
+    attack the tests through the operating system.
 
     Tests given as text cannot use `isinstance` or `except` with the program's own classes. Tests given as text cannot
     use arithmetic or `<` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`. The tests can
     apply arithmetic and `<` to two objects that both come from the tested program. If `thing` is an object of the
     program, the expression `x in thing` in a test iterates over `thing` instead of calling the method `__contains__` of
     `thing`. If a function of the program changes an argument in place, the test sees the change in the object that it
-    passed. If the program changes a list inside an argument, such as `table[0]`, the test sees the change in `table`,
-    but not in a variable to which the test assigned `table[0]` before the call. In the tests, the names of Python's
-    builtins, `math`, `cmath` and `unittest` always refer to Python's own objects, even if the program redefines these
-    names.
+    passed. If the program changes `table[0]`, a list inside the argument `table`, the test sees the change in `table`.
+    A variable to which the test assigned `table[0]` before the call does not show the change. In the tests, the names
+    of Python's builtins, `math`, `cmath` and `unittest` always refer to Python's own objects, even if the program
+    redefines these names.
 
     Args:
         prompt: the prompt, which is not used.
@@ -71,7 +71,8 @@ def code_tests(
         memory_mb: limit on the program's memory in MB, as in `sandbox.run`.
         sandbox: form of the sandbox, "auto", "required" or "limits", with the same meaning as `level` in `sandbox.run`.
         all_or_nothing: if True, the score is 1 if every test passes, else 0.
-        entry_point: name of the program's function that is passed to `check`, the function that HumanEval tests define.
+        entry_point: name of the function that HumanEval tests test. HumanEval tests define a function `check`, which
+            gets the program's function `entry_point` as its argument.
         reward_timeout_s: the config value `reward.timeout_s`, passed automatically; the tests may use at most 3/4 of
             `reward_timeout_s`.
 
@@ -142,8 +143,8 @@ def _share_of_pairs(
             break
         in_time = end - time.monotonic()
         used = limits["timeout_s"] - left
-        # If most of the time went into starting Python, the program did not cause the timeout, so the sample counts as
-        # failed instead of scoring 0.
+        # If most of the time went into starting Python, the program did not cause the timeout, so the program must not
+        # get the score 0. The SandboxError marks the sample as failed and leaves the sample without a score.
         if in_time <= 0 and used < (time.monotonic() - begin) / 2:
             raise SandboxError(
                 f"sandbox: {done} of {len(pairs)} test pairs were run in time, and most of the time went into starting "

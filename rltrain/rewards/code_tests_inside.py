@@ -1,7 +1,7 @@
 """Run a program and its tests in two processes inside one sandbox, connected by two pipes.
 
 Only `rltrain.rewards.code_tests` uses `code_tests_inside`. The module `code_tests` joins the source text of
-`code_tests_link` and `code_tests_inside`, and both the program's process and the tests' process run the joined text.
+`code_tests_link` and `code_tests_inside` into one script, which the program's process and the tests' process both run.
 """
 
 import ast
@@ -20,8 +20,8 @@ _KEPT = ("math", "cmath", "unittest")
 def serve_program(program: str, reads: int, writes: int) -> None:
     """Run the program, and then execute requests from the process that runs the tests.
 
-    `serve_program` sends the objects that the program defines, by name, to the process that runs the tests.
-    `serve_program` then executes the requests of that process.
+    `serve_program` sends the names and values of the program's objects to the process that runs the tests. Then
+    `serve_program` executes the requests from the process that runs the tests.
     """
     link = Link(reads, writes)
     module = sys.modules["program"] = type(sys)("program")
@@ -51,15 +51,17 @@ def judge_program(tests: str, entry_point: str | None, reads: int, writes: int) 
         if is_test:
             os.write(verdicts, b"1" if passed else b"0")
         elif not passed:
-            os._exit(1)  # If a statement that sets up the tests fails, the results of later tests are meaningless.
+            # If a statement that sets up the tests fails, the later tests are not run, because their results would be
+            # meaningless.
+            os._exit(1)
     os._exit(0)
 
 
 def _offered(message: Any) -> dict[str, Any]:
     """Return the objects of the tested program that the tests can use, such as functions, as a dict indexed by name.
 
-    The returned dict leaves out objects whose name is that of a Python builtin or begins with `__`. A name in `_KEPT`,
-    such as `math`, always refers to Python's own module.
+    `_offered` leaves out objects whose name is that of a Python builtin or begins with `__`. Under a name in `_KEPT`,
+    such as `math`, the tests get either Python's own module of that name or nothing.
     """
     match message:
         case dict(values), dict(modules) if {type(name) for name in (*values, *modules, *modules.values())} <= {str}:
@@ -70,7 +72,8 @@ def _offered(message: Any) -> dict[str, Any]:
     for name, full in modules.items():
         top = full.partition(".")[0]
         # If the program imported a module of the standard library, the tests can use that module under the same name. A
-        # name in `_KEPT`, such as `math`, must refer to the Python module with the same name.
+        # name in `_KEPT` can only mean the module of that name: after `import cmath as math`, the tests do not get
+        # `cmath` as `math`.
         if name not in taken and top in sys.stdlib_module_names and (name not in _KEPT or name == full):
             offered[name] = importlib.import_module(full)
     return offered

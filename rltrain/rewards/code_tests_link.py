@@ -1,10 +1,10 @@
 """Let two processes use each other's objects even if one process is hostile; see `code_tests_inside`.
 
-Objects of plain-data types, such as numbers, strings and lists, are copied to the other process. An object that is not
-plain data stays in the process that created it, and the other process gets a `Far` proxy for the object. Whatever the
-program's process sends, the process that runs the tests can only receive plain data and `Far` objects. The process that
-runs the tests never holds an object whose `==` the program defines. Unpickling a message never calls a function that
-the message names, and never changes an existing object.
+If a process sends an object of a plain-data type, such as a number, a string or a list, through a `Link`, the receiving
+process gets a copy. An object that is not plain data stays in the process that created it, and the receiving process
+gets a `Far` proxy for the object. Whatever the program's process sends, the process that runs the tests can only
+receive plain data and `Far` objects. The process that runs the tests never holds an object whose `==` the program
+defines. Unpickling a message never calls a function that the message names, and never changes an existing object.
 """
 
 import builtins
@@ -61,9 +61,9 @@ _BASES: dict[type, Any] = {
     set: lambda members: {*set.__iter__(members)},
     frozenset: lambda members: frozenset(frozenset.__iter__(members)),
 }
-# Binary operators that a test cannot apply if one operand is an object of the program and the other operand is plain
-# data. If a test could, for example, add a number to an object that the tested program defines, the tested program
-# could return any sum that the test expects.
+# Binary operators that a test cannot apply to an object of the tested program and a plain-data object. If a test could,
+# for example, add a number to an object that the tested program defines, the tested program could return any sum that
+# the test expects.
 _BETWEEN_TWO = (
     "add",
     "sub",
@@ -236,7 +236,7 @@ class Link:
         return bytes(data)
 
     def number(self, thing: object) -> int:
-        """Store the object `thing`, and return the number by which the other process refers to `thing`."""
+        """Store the object `thing`, and return the number by which the process at the other end refers to `thing`."""
         if id(thing) not in self._numbers:
             self._numbers[id(thing)] = len(self._mine)
             self._mine.append(thing)
@@ -277,7 +277,7 @@ class _Out(pickle.Pickler):
 
 
 class _Described:
-    """Holds the description of an object in a message that is being unpickled.
+    """Placeholder that holds the description of an object while the message with the object is unpickled.
 
     After a message is unpickled, `_built` replaces each `_Described` instance with the object that the instance
     describes. `_Described` has no `__dict__`, so a message cannot add attributes to an instance.
@@ -316,10 +316,11 @@ class _In(pickle.Unpickler):
 def _built(thing: Any, link: Link, done: dict[int, tuple[Any, Any]]) -> Any:
     """Return `thing` after replacing each `_Described` object inside `thing` by the object that is described.
 
-    `done` maps the id of each object visited so far to that object and its replacement. The lookup in `done` ensures
-    that each object is converted only once, even if several objects contain the object or references form a cycle.
-    The keys of `done` are ids, and Python may give the id of a deleted object to a new object. `done` therefore also
-    holds each visited object itself, so that the object is not deleted.
+    `done` maps the id of each object visited so far to a pair: the object and its replacement. The lookup in `done`
+    ensures that each object is converted only once, even if several objects contain the object or references form a
+    cycle. `done` holds each visited object itself so that the object is not deleted. If an object whose id is a key of
+    `done` were deleted, Python could give the id to a new object, and the lookup of the new object in `done` would
+    return a wrong replacement.
     """
     kind = type(thing)
     if kind not in (list, dict, set, tuple, frozenset, _Described):
@@ -397,7 +398,7 @@ _RENEWED = (list, dict, set, bytearray)
 
 
 def _renew(old: Any, new: Any) -> None:
-    """Overwrite `old` with the content of `new`, a copy of `old` that the other process may have changed."""
+    """Overwrite `old` with the content of `new`, a copy of `old` that the process at the other end may have changed."""
     if type(old) is not type(new) or type(old) not in _RENEWED:
         return
     old.clear()
@@ -408,7 +409,8 @@ def _exception(name: str, text: str) -> Exception:
     try:
         if (kind := _builtin_exception(str(name))) is not None:
             return kind(text)
-    except TypeError:  # The constructors of some exceptions, such as UnicodeDecodeError, need several arguments.
+    except TypeError:
+        # A single text is not enough for the constructors of some exceptions, such as UnicodeDecodeError.
         pass
     return Raised(f"{name}: {text}")
 

@@ -61,7 +61,7 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
 def _json_text(response: str) -> str:
     """Return the content of the last closed json block, or the whole response if no json block is closed.
 
-    The search splits the response at line breaks, which is safe because a JSON string cannot contain a line break.
+    The function searches for json blocks line by line, which is safe because a JSON string cannot contain a line break.
     """
     block: str | None = None
     opened: list[str] | None = None
@@ -116,5 +116,6 @@ def _validator(text: str) -> Any:
     except SchemaError as error:
         reason = " ".join(error.message.split())[:120]
         raise ValueError(f"schema {text[:80]!r} is not a valid JSON Schema: {reason}; correct the schema") from None
-    # An explicit registry is passed, because the default registry would fetch references from the network.
+    # The validator gets a registry that holds only the standard meta-schemas, because the default registry of
+    # jsonschema would fetch unknown references from the network.
     return kind(schema, registry=REGISTRY)

@@ -54,10 +54,11 @@ async def judge(
 ) -> RewardResult:
     """Ask a language model to rate the response, and return `scale` times the number in the model's answer.
 
-    The limits `max_concurrent` and `requests_per_minute` apply to each reward process separately, so n reward processes
-    (`placement.reward_workers`) together can send n times as many requests as one reward process. One call of `judge`,
-    including its waits and retries, must end within `reward.timeout_s`. If a data column has the name of an option of
-    `judge` and `kwargs` does not set the option, the option gets the column's value.
+    The limits `max_concurrent` and `requests_per_minute` apply to each reward process separately, so n reward
+    processes (`placement.reward_workers`) together can send n times as many requests as one reward process. One call
+    of `judge`, including its waits and retries, must end within `reward.timeout_s`. If a data column has the name of
+    an option of `judge`, and the reward function's config key `kwargs` does not set the option, the option gets the
+    column's value.
 
     Args:
         prompt: the sample's prompt.
@@ -82,12 +83,12 @@ async def judge(
         api_key_env: name of the environment variable that holds the API key in the reward processes, not the key
             itself; with "", the placeholder "none" is sent as the key.
         timeout_s: time limit of one attempt to send a request and receive its answer, in seconds.
-        columns: dict that maps names of data columns to the sample's values. The dict `columns`
-            omits each data column whose name is the name of another parameter of `judge`.
+        columns: dict that maps names of data columns to the sample's values. The dict `columns` omits each data column
+            whose name is the name of another parameter of `judge`.
 
     Returns:
-        The score. The score is marked as failed, with a reason, if the request fails, if the judge's answer contains no
-        number, or if the question names a column that the sample does not have.
+        The score. The score is marked as failed, with a reason, if the request fails, if the judge's answer contains
+        no number, or if the template `question` has a field for a column that the sample does not have.
     """
     try:
         key = _key(api_key_env)

@@ -30,7 +30,7 @@ def length_penalty(
         target: the target length of a response, either one number for all samples or a column of the data.
         unit: the unit of lengths, "characters" (Unicode code points) or "words" (separated by white space; only for
             languages that put spaces between words).
-        both_sides: whether responses that are shorter than the target are also penalized.
+        both_sides: whether responses shorter than the target are penalized in the same way as longer responses.
 
     Returns:
         A score in [-1, 0], or None if `target` is None.

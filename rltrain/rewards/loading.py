@@ -73,6 +73,8 @@ AGGREGATIONS = ("sum", "normalize_then_sum")
 # Names of the keyword arguments with which a user's aggregation function is called.
 AGGREGATED = ("components", "uid", "valid", "weights")
 _TOO_LARGE = ": a score outside float32's range (3.4e38); scale the score down"
+# `isinstance` finds the built-in types first, because checks of abstract classes such as `numbers.Real` are slow.
+_NUMBERS = (float, int, numbers.Real, Decimal)
 _LARGEST = (2 - 2**-23) * 2.0**127  # Largest finite float32 number; scores are sent as float32.
 _SHOWN = 80  # Largest number of characters of a value that an error message shows.
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -275,10 +277,11 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
         A function that calls the reward function and has the arguments `(prompt, response, columns)`. The arguments
         `prompt`, `response` and `columns` hold the values of one sample, or lists of values if the reward function is
         batched. The prompt and the response are texts without special tokens.
-        The reward function gets only the data columns that its signature accepts. A call of the returned wrapper
+        The reward function gets only the data columns that its signature accepts. The wrapper of a reward function
         returns the reward function's result, or a coroutine if the reward function is async. `as_score` converts the
-        result of a reward function to a score. A call of the returned wrapper raises ScoreError if a data column that
-        the reward function requires is missing. The returned wrapper does not catch exceptions of the reward function.
+        result of a reward function to a score. The wrapper of a reward function raises ScoreError if a data column that
+        the reward function requires is missing. The wrapper does not catch exceptions of the reward function that it
+        calls.
     """
     own = parameters(function)
     first = BATCHED if is_batched(function) else SINGLE
@@ -289,8 +292,8 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
     hidden = {*ON_REQUEST}.difference(p.name for p in own)
 
     def bound(prompt: Any, response: Any, columns: Mapping[str, Any]) -> Any:
-        shown = {column: value for column, value in columns.items() if column not in hidden}
-        values = {**shown, first[0]: prompt, first[1]: response, **kwargs}
+        values = {column: value for column, value in columns.items() if column not in hidden}
+        values |= {first[0]: prompt, first[1]: response, **kwargs}
         for name in required:
             if name not in values:
                 raise ScoreError(f"needs the column '{name}', but this sample has only {', '.join(values)}")
@@ -346,7 +349,7 @@ def as_score(result: Any) -> float | None:
         return as_score(result.score)
     if result is None:
         return None
-    if isinstance(result, numbers.Real | Decimal):
+    if isinstance(result, _NUMBERS):
         try:
             score = float(result)
         except OverflowError:
@@ -394,7 +397,7 @@ def _is_file(target: str) -> bool:
 def _module(target: str, where: str, kind: Kind) -> ModuleType:
     if "" not in sys.path and os.getcwd() not in sys.path:
         # `python -m` adds the working directory to `sys.path`, but an installed console command does not. Ray passes
-        # `sys.path` to its workers.
+        # `sys.path` to its workers, so the workers can import modules from the working directory, too.
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(target)
@@ -458,7 +461,7 @@ def source_name(key: str, path: str) -> str:
 def _nearest(name: str, module: ModuleType, kind: Kind) -> str:
     """Return the end of an error message that suggests the function or class in `module` most similar to `name`.
 
-    If `kind` is "class", the end of the error message also lists the classes of the module.
+    If `kind` is "class", the error message lists the module's classes after the suggested class.
     """
     is_kind = inspect.isclass if kind == "class" else inspect.isfunction
     found = {key: value for key, value in vars(module).items() if is_kind(value)}
@@ -476,8 +479,8 @@ def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
     Raises:
         ScoreError: the coroutine raised an exception that is not a subclass of `Exception` (SystemExit, CancelledError,
-            KeyboardInterrupt, ...). The user's Ctrl-C does not cause a ScoreError, because Ctrl-C only reaches the main
-            thread.
+            KeyboardInterrupt, ...). The user's Ctrl-C does not cause a ScoreError, because Ctrl-C raises
+            KeyboardInterrupt only in the main thread, and the coroutine runs in the thread of the event loop.
         Exception: any exception of the coroutine that is not converted to a ScoreError is raised unchanged.
     """
     return asyncio.run_coroutine_threadsafe(_only_exceptions(coroutine), _event_loop()).result()
@@ -488,7 +491,7 @@ async def _only_exceptions(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return await coroutine
     except Exception:
         raise
-    except SystemExit as error:  # SystemExit would end the event loop of all async reward functions.
+    except SystemExit as error:  # If not caught, SystemExit would end the event loop of all async reward functions.
         raise ScoreError(f"called sys.exit({error.code})") from None
     except BaseException as error:
         raise ScoreError(f"raised {described(error)}") from None

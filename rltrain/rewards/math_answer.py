@@ -34,12 +34,12 @@ _MOST_TERMS = 10**5
 _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
 # The regular expression `_LONG_OPERATOR` matches operators (such as sums) over large ranges. Evaluating a sum or
 # product over a large range can take very long although it makes few function calls, because the calls compute with
-# huge numbers. The limit `_WORK` counts function calls, so `_WORK` does not limit the time of evaluating a sum or
-# product.
+# huge numbers. The limit `_WORK` cannot stop a long sum or product in time, because `_WORK` limits the number of
+# function calls and not their duration.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
-# Maximum number of Python profiling events (see `sys.setprofile`) in one comparison of two answers. Each function call
-# and each function return is one profiling event. Python code with `_WORK` profiling events takes about a second. Even
-# the longest ordinary answers cause only a tenth of the profiling events that `_WORK` allows.
+# Maximum number of Python profiling events (see `sys.setprofile`) in one comparison of two answers. Each function
+# call and each function return is one profiling event. Python code that causes `_WORK` profiling events runs for
+# about a second. Even the longest ordinary answers cause only a tenth of the profiling events that `_WORK` allows.
 _WORK = 5_000_000
 _PERCENT = re.compile(r"\s?\\?%\s?\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]{0,200})\}")
@@ -62,11 +62,11 @@ def math_answer(
     r"""Compare the response's answer with the right answer mathematically, using the library math-verify.
 
     The response's answer is the content of its last closed `\boxed{...}`. If the response has no `\boxed{...}` and
-    contains only mathematics, the whole response is its answer. If the response has no `\boxed{...}` and also contains
-    other text, math-verify searches the last 1000 characters of the response, for example for "the answer is $x^2$",
-    the last formula or the last number. If only one of the two answers has a percent sign, a percentage such as 50%
-    equals both one half and 50. If the right answer consists of words only ("east"), the response's answer and the
-    right answer are compared as text.
+    contains only mathematics, the whole response is its answer. If the response has no `\boxed{...}` and contains text
+    besides mathematics, math-verify searches the last 1000 characters of the response, for example for "the answer is
+    $x^2$", the last formula or the last number. If either only the response's answer or only the right answer has a
+    percent sign, a percentage such as 50% equals both one half and 50. If the right answer consists of words only
+    ("east"), the response's answer and the right answer are compared as text.
 
     Some expressions would take too long to evaluate. Evaluation is limited by the form of the expression and by the
     number of function calls, not by time, so that every machine and thread gives the same score. An expression that is
@@ -93,8 +93,8 @@ def math_answer(
         answer_marker: the text before the right answer, such as "####" in GSM8K's solutions. If the right answer
             contains `answer_marker`, only the part after the last `answer_marker` is read.
         float_rounding: number of decimal places that are compared if one of the numbers is a decimal.
-        strict: if True, variables of both answers must have the same names, and a set never equals a tuple; if False,
-            variables are matched by their order.
+        strict: if True, the variables of the response's answer and of the right answer must have the same names, and a
+            set never equals a tuple; if False, variables are matched by their order.
 
     Returns:
         1.0 if the two answers are equal, else 0.0; None if `answer` is None. A response that cannot be parsed gets 0.0.
@@ -136,8 +136,8 @@ class _TooMuchError(BaseException):
 def _bounded(work: Callable[[], bool]) -> bool:
     """Call `work` and return its result, or return False if `work` makes too many function calls.
 
-    `_bounded` counts only function calls in the current thread. Unlike a time limit, a limit on the number of function
-    calls needs no operating-system signal.
+    `_bounded` does not count function calls in other threads. Unlike a time limit, a limit on the number of
+    function calls needs no operating-system signal.
     """
     left, before = _WORK, sys.getprofile()
 

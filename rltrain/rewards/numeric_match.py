@@ -28,8 +28,8 @@ _GROUPING = re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|\\!,)(?=\d{3})")
 _SHORT_FRACTION = re.compile(r"frac\ ?(\d)\ ?(\d)")
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s?\{[^{}]{0,99}\}(?:\s?\^\s?(?:\d|\{\s?\d\s?\}))?")
 _DIGIT = re.compile(r"\d")
-# A response is searched backwards for its last number, in steps of 400 characters. Almost every number has fewer than
-# 400 characters.
+# `_last` looks for the last digit of a response backwards, in steps of 400 characters. The steps have 400
+# characters because almost every number is shorter than 400 characters.
 _NEAR = 400
 
 
@@ -50,8 +50,9 @@ def numeric_match(
     `\boxed{...}`.
 
     Supported notations are 1,234 and 1{,}234, +5, -5, $5, .5, 1e-3, 1.5 \times 10^{3}, 3/4, \frac{3}{4}, 1 1/2, and 50%
-    (one half). If only one of the two numbers has a percent sign, a percentage such as 50% equals both one half and 50.
-    Digits in names (x2), indices and exponents (m^2) are not read as numbers.
+    (one half). If the number in the response has a percent sign and the right number has none, or vice versa, a
+    percentage such as 50% equals both one half and 50. Digits in names (x2), indices and exponents (m^2) are not read
+    as numbers.
 
     The number in the response and the right number are compared as floats. For integers of more than eight digits, set
     `rel_tol=0` or use `exact_match`.
@@ -116,7 +117,8 @@ def _last(text: str) -> re.Match[str] | None:
     if not _DIGIT.search(text, edge, end):
         return None
     last = _last_match(text, edge, end + _NEAR)
-    # The last number may begin before the searched part of the text, so the whole text is searched.
+    # If no match was found, or if the match begins close to `edge`, the last number may begin before `edge`, so the
+    # text is searched again from its start.
     if edge and (last is None or last.start() < edge + _NEAR):
         return _last_match(text, 0, len(text))
     return last

@@ -1,7 +1,7 @@
 """Run untrusted Python code in separate processes with resource limits, isolated from the machine if possible.
 
-The sandbox has a strong form (isolation and resource limits) and a weak form (resource limits only). Both forms of the
-sandbox work only on Linux.
+The sandbox has a strong form (isolation and resource limits) and a weak form (resource limits only). The strong form
+and the weak form of the sandbox both need Linux.
 
 The strong form of the sandbox isolates the program with bubblewrap (`bwrap`). An isolated program sees only the files
 that Python needs and only its own processes, and has no network access. An isolated program can write only to an
@@ -9,23 +9,25 @@ in-memory folder that disappears when the program ends. Isolation requires that 
 allows the current user to create namespaces. Each Python process tests only once whether isolation works.
 
 The weak form of the sandbox has the same limits as the strong form on time, memory, output, processes and file size.
-Both forms of the sandbox set the same minimal environment variables. The weak form of the sandbox runs the program in a
-temporary folder that is removed after the run. The weak form of the sandbox does not isolate the program from the
-machine. A program without isolation can read and write every file that the current user can, use the network, and send
-signals to all processes of the current user, including the process that started the sandbox. A program without
-isolation can kill a reward process, for example. A program without isolation can also kill the sandbox's supervising
-process before the supervising process reports the start of the program. If the start of the program is not reported,
-the sample counts as failed and is excluded from training, instead of scoring 0. If the current user is root, a program
-without isolation can read the tests and the results of the tests. The weak form of the sandbox protects against
-mistakes in programs but not against malicious programs.
+The strong form and the weak form of the sandbox set the same minimal environment variables. The weak form of the
+sandbox runs the program in a temporary folder that is removed after the run. The weak form of the sandbox does not
+isolate the program from the machine. A program without isolation can read and write every file that the current user
+can, use the network, and send signals to all processes of the current user, including the process that started the
+sandbox. A program without isolation can kill a reward process, for example. A program without isolation can also kill
+the sandbox's supervising process before the supervising process reports the start of the program. If the supervising
+process does not report the start of the program, `run` raises SandboxError. A sample whose scoring raises SandboxError
+counts as failed and is excluded from training, instead of scoring 0. If the current user is root, a program without
+isolation can read the tests that check the program and the results of the tests. The weak form of the sandbox protects
+against mistakes in programs but not against malicious programs.
 
 The isolation of the sandbox has one gap: if the current user is root, a program can change the file mode of the five
 device files of the machine that are visible in the sandbox (null, zero, full, random, urandom). If rltrain runs as a
 user other than root, a program in the sandbox cannot change the file mode of the machine's device files.
 
-Both forms of the sandbox limit the address space of each process. The total memory and the number of the program's
-processes and threads are checked about fifty times a second, so a program can exceed the memory limit and the process
-limit for a moment. The sandbox's memory limit does not count memory that the kernel holds for pipes and memfds.
+The strong form and the weak form of the sandbox limit the address space of each process. The total memory and the
+number of the program's processes and threads are checked about fifty times a second, so a program can exceed the memory
+limit and the process limit for a moment. The sandbox's memory limit does not count memory that the kernel holds for
+pipes and memfds.
 """
 
 import contextlib
@@ -57,8 +59,8 @@ _START_LIMIT_S = 60.0
 # Time limit for the watcher (the supervising process) to kill all processes of the sandbox. A supervising process that
 # does not finish within `_END_LIMIT_S` seconds is killed itself.
 _END_LIMIT_S = 2.0
-# Time limit for reading the remaining output after the watcher has ended. The time limit `_DRAIN_LIMIT_S` is reached
-# only if a process keeps a pipe open.
+# Time limit for reading the rest of the program's output after the watcher (the supervising process) has ended. The
+# time limit `_DRAIN_LIMIT_S` is reached only if a process keeps a pipe open.
 _DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
 # `_why_not` is empty until the isolation of sandboxes has been tested on the local machine. After the isolation test,
@@ -68,7 +70,7 @@ _warned: list[str] = []
 
 
 class SandboxError(RLTrainError, RuntimeError):
-    """Raised if no sandbox of the requested level works on the local machine, whatever program is to be run."""
+    """Raised if no sandbox of the requested level works on the local machine, or if Python does not start in time."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,10 @@ def run(
         stdin: text that the program can read from standard input.
         judge: Python source of a second program, the judge, that runs at the same time as the first program. Two pipes
             connect the program and the judge. The program and the judge each read from the file descriptor LINK[0] and
-            write to the file descriptor LINK[1], which the module `sandbox_inside` defines. The program cannot access
-            the judge's memory, source or output, unless the sandbox has no isolation and the current user is root.
-            With a judge, the sandbox run ends when the judge ends, and the result has the exit code and the status of
-            the judge.
+            write to the file descriptor LINK[1]; the module `sandbox_inside` defines LINK. The program cannot access
+            the judge's memory, source or output, unless the sandbox has no isolation and the current user is root. With
+            a judge, the sandbox run ends when the judge ends, and the result has the exit code and the status of the
+            judge.
         timeout_s: limit on the wall-clock seconds of the run, without the start-up time of the interpreter.
         memory_mb: limit on the address space of each process, on the memory of all processes together and, with
             isolation, on the size of all files together.
@@ -310,7 +312,7 @@ class _Watched:
     def _stop(self, status: Status) -> None:
         self._stopped = status
         self._deadline = time.monotonic() + _END_LIMIT_S
-        with contextlib.suppress(OSError):  # The watcher (the supervising process) may have ended already.
+        with contextlib.suppress(OSError):  # `shutdown` may fail if the watcher has ended.
             self._control.shutdown(socket.SHUT_WR)
 
     def result(self) -> SandboxResult:
@@ -344,7 +346,8 @@ def _verdict(code: int | None, last: str) -> tuple[Status, str]:
 def _read(source: Any) -> bytes:
     try:
         return os.read(source.fileno(), 1 << 16)
-    except ConnectionResetError:  # The supervising process was killed before it had read all data from the socket.
+    except ConnectionResetError:
+        # The supervising process was killed before it had read all data from the socket: the connection has ended.
         return b""
 
 

@@ -1,9 +1,9 @@
 """Script of the watcher, the process that supervises a program inside the sandbox and ends the program's processes.
 
 Only `rltrain.rewards.sandbox` uses `sandbox_inside`. The program and the judge (an optional second program) run in
-forks of the watcher, so a sandbox starts only one Python interpreter. The watcher reads neither the program's source
-nor the judge's source before the forks, so the program's memory contains no data of the judge. The watcher's Python
-interpreter runs without site-packages, so psutil is not available.
+forks of the watcher, so a sandbox starts only one Python interpreter. The watcher reads no source code before it forks,
+so the memory of the program's process contains no data of the judge. The watcher's Python interpreter runs without
+site-packages, so psutil is not available.
 """
 
 import os
@@ -12,7 +12,8 @@ import select
 import sys
 import time
 
-# Both the program and the judge read from the file descriptor LINK[0] and write to the file descriptor LINK[1].
+# The program in the sandbox and the judge (a second program) exchange data through two pipes. The program and the judge
+# each read from the file descriptor LINK[0] and write to the file descriptor LINK[1].
 LINK = (100, 101)
 _POLL_S = 0.02
 _MAX_FILES = 10_000
@@ -26,7 +27,7 @@ def start(given: dict[str, int]) -> int:
 
     Args:
         given: settings of the watcher (the process that supervises the program), by name.
-            `rltrain.rewards.sandbox` passes the settings on the command line.
+            `rltrain.rewards.sandbox` passes the watcher's settings as command-line arguments.
 
     Returns:
         The file descriptor from which the forked process can read the source code that it must run.
@@ -87,7 +88,7 @@ def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
 def _limit(kind: int, value: int) -> None:
     there = resource.getrlimit(kind)[1]
     # At the soft limit of CPU time, the process gets SIGXCPU, which shows that the CPU time was used up. At the hard
-    # limit of CPU time, the process gets SIGKILL, which does not show the cause.
+    # limit of CPU time, the process gets SIGKILL, which does not show that the CPU time was used up.
     hard = value + (kind == resource.RLIMIT_CPU)
     hard = hard if there == resource.RLIM_INFINITY else min(hard, there)
     resource.setrlimit(kind, (min(value, hard), hard))
@@ -101,13 +102,17 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
-    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop, and return the reason."""
+    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop.
+
+    Return "exit CODE" if `first` has ended, "stopped" if the parent asked to stop, or else a text that names the
+    exceeded limit.
+    """
     control = given["control"]
     wake = [control]
     try:
         wake.append(os.pidfd_open(first))  # The pidfd must be opened before `_reap` reaps the process.
         pause = _POLL_S
-    except OSError:  # Linux versions before 5.3 have no pidfd_open.
+    except OSError:  # Linux versions before 5.3 have no pidfd_open, so the watcher polls more often.
         pause = _POLL_S / 4
     while True:
         ready = select.select(wake, [], [], pause)[0]
@@ -146,14 +151,14 @@ def _excess(given: dict[str, int], *, alone: bool) -> str:
                 tasks += int(file.read().rpartition(b")")[2].split()[17])
             with open(f"/proc/{pid}/statm", "rb") as file:
                 pages = file.read().split()
-        except (OSError, IndexError):  # A sandboxed process ended before its /proc files were read.
+        except (OSError, IndexError):  # A process that ended before its /proc files were read is skipped.
             continue
         memory += (int(pages[1]) - int(pages[2])) * resource.getpagesize()
     if tasks > given["max_processes"] + given["has_judge"]:
         return f"more than {given['max_processes']} processes and threads"
     if memory > given["memory_mb"] << 20:
         return f"more than {given['memory_mb']} MB in all processes together"
-    if alone:  # If the sandbox is isolated, /tmp is an in-memory file system.
+    if alone:  # If the sandbox is isolated, /tmp is an in-memory file system, so files in /tmp use memory.
         folder = os.statvfs("/tmp")
         if (folder.f_blocks - folder.f_bfree) * folder.f_frsize > given["memory_mb"] << 20:
             return f"more than {given['memory_mb']} MB in files"
@@ -176,7 +181,7 @@ def _others(*, alone: bool) -> list[int]:
                     children = [int(pid) for pid in file.read().split()]
                 found += children
                 fresh += children
-        except OSError:  # The process with the id `parent` ended before its /proc files were read.
+        except OSError:  # A process that ended before its /proc files were read is skipped.
             continue
     return found
 

@@ -2,8 +2,8 @@
 
 rltrain calls a reward function with the parameters of one sample (`SINGLE`) or of a list of samples (`BATCHED`), and
 with columns of the data. `adapted` recognises a function of TRL, verl or OpenRLHF by the names of its parameters, and
-wraps it in a function that has rltrain's own parameters. Other modules of rltrain call a reward function of another
-trainer only through the function's wrapper. TRL documents the parameters of its reward functions in the section "Using
+wraps it in a function that has rltrain's own parameters. The rest of rltrain calls a reward function of TRL, verl or
+OpenRLHF only through the function's wrapper. TRL documents the parameters of its reward functions in the section "Using
 a custom reward function" of the documentation of GRPOTrainer. The reward managers `naive` and `batch` of verl define
 the parameters of verl's reward functions. OpenRLHF documents the parameters of its reward functions in the section
 "Custom reward function" of its documentation. `rltrain.rewards.signatures` never imports torch.
@@ -57,10 +57,10 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """Description of how another trainer calls reward functions.
+    """Description of how another trainer, such as TRL, calls reward functions.
 
     Attributes:
-        trainer: name of the trainer that calls reward functions in the described way.
+        trainer: name of the trainer whose calls of reward functions the `Signature` describes.
         marks: sets of parameter names by which reward functions of the trainer are recognised. A reward function whose
             parameters include all names of one set in `marks` is treated as written for the trainer `trainer`.
         first: names of the first two parameters of the function that wraps the user's reward function: `SINGLE` if the
@@ -139,9 +139,9 @@ def _wrapper_parameters(
 ) -> list[inspect.Parameter]:
     """Return the parameters of the function that wraps a user's reward function.
 
-    The first returned parameters are the prompt and the response, followed by the data columns in `signature.reads`.
-    The last returned parameters are the other parameters of the user's function, for which the trainer that the
-    function was written for (such as TRL) passes no argument.
+    The first parameters of the wrapping function are the prompt and the response, followed by the data columns in
+    `signature.reads`. The last parameters of the wrapping function are copied from the user's function: the parameters
+    for which the function's own trainer (such as TRL) passes no argument, and `**kwargs` if the user's function has it.
     """
     kinds = inspect.Parameter
     named = {name: kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in signature.first}
@@ -159,7 +159,7 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     try:
         names = {p.name for p in parameters(function)}
-    except ConfigError:  # `check_columns` reports a function whose parameters cannot be read.
+    except ConfigError:  # No error here, because `check_columns` reports a function whose parameters cannot be read.
         return function
     if names & _OWN:
         return function
@@ -182,7 +182,7 @@ def offered(function: Callable[..., Any]) -> tuple[str, ...]:
 def one_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the columns that can contain the right answer, or () if the function needs no right answer.
 
-    If `one_of` returns columns, the data must have at least one of these columns.
+    If the function needs the right answer, the data must have at least one of the columns that `one_of` returns.
     """
     return function.one_of if isinstance(function, Adapted) else ()
 

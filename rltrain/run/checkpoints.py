@@ -220,7 +220,7 @@ class Checkpoints:
     def newest(self) -> Checkpoint | None:
         """Return the newest undamaged checkpoint, or None if there is none.
 
-        A warning is logged for each damaged checkpoint that is newer than the returned checkpoint.
+        A warning is logged for each damaged checkpoint that is newer than the newest undamaged checkpoint.
         """
         for step in reversed(steps_in(self.folder)):
             try:
@@ -232,7 +232,7 @@ class Checkpoints:
     def restored(self, checkpoint: Checkpoint | None) -> None:
         """Record that the run was restored to a checkpoint, or to the start of the run if `checkpoint` is None.
 
-        If the given checkpoint lies in the run's own checkpoint folder, the checkpoint is not saved a second time.
+        If `checkpoint` lies in the run's own checkpoint folder, the run does not save this checkpoint again.
         """
         own = checkpoint is not None and str(checkpoint.folder) == str(self.folder.at(f"step_{checkpoint.step}"))
         self.last = checkpoint.step if checkpoint is not None and own else None
@@ -295,7 +295,8 @@ class Checkpoints:
             self._failed(save, reason(error))
             return
         self.writing = asyncio.create_task(self._recorded(save), name=f"checkpoint of step {step}")
-        # Let the new task start, because a task that is cancelled before its start runs no cleanup code.
+        # Let the task that completes the checkpoint start, because a task that is cancelled before its start runs no
+        # cleanup code.
         await asyncio.sleep(0)
 
     async def finish(self) -> None:
@@ -314,7 +315,7 @@ class Checkpoints:
             await cancelled(writing)
 
     async def _recorded(self, save: "_Save") -> None:
-        """Complete a checkpoint, and record the duration as a span in the run's timeline."""
+        """Complete a checkpoint, and record how long the completion took as a span in the run's timeline."""
         with trace.span(f"checkpoint of step {save.step}"):
             await self._complete(save)
 
@@ -416,8 +417,8 @@ class Checkpoints:
                     manifest = read_manifest(self.folder.at(f"step_{step}"))
                 except RLTrainError:
                     continue
-                # A checkpoint that was saved with a different `trainer.keep_best` setting stores the value of a
-                # different metric.
+                # A checkpoint that was saved with a different `trainer.keep_best` setting gets no score, because the
+                # checkpoint stores the value of a different metric.
                 score = manifest["metric"] if manifest["best"] == self.best else None
                 if score is not None and score == score:  # The comparison `score == score` excludes NaN.
                     scores[step] = score
@@ -448,8 +449,8 @@ class Checkpoints:
 def _publish(model: Folder, path: Path) -> None:
     """Replace the folder `path` with a copy of the folder `model`.
 
-    The weight files in `path` are hard links if possible; the other files are copies. While `_publish` runs, the folder
-    `path` may be missing for a moment, but the folder is never incomplete.
+    The weight files in `path` are hard links to the files in `model` if possible; all other files are copies. While
+    `_publish` runs, the folder `path` may be missing for a moment, but the folder is never incomplete.
     """
     partial, old = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.old")
     for leftover in (partial, old):
@@ -457,7 +458,8 @@ def _publish(model: Folder, path: Path) -> None:
     for name in model.files():
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         try:
-            # Only weight files become hard links, because users may edit the other files, which are small.
+            # Only weight files become hard links. Config and tokenizer files are small, and are copied, because users
+            # may edit them.
             if not model.local or not name.endswith(".safetensors"):
                 raise OSError
             os.link(model.path(name), partial / name)

@@ -76,8 +76,8 @@ def check(config: Config, fetch: Callable[[Config], Config] = lambda config: con
             without the models is checked before the download.
 
     Raises:
-        ConfigError: a run with this config is not possible. The error message is one line with the invalid value, the
-            rule and a remedy.
+        ConfigError: a run with this config is not possible. The message of the ConfigError is one line with the invalid
+            value, the rule and a remedy.
     """
     _check_output(config.trainer)
     check_trackers(config.trainer.trackers)
@@ -197,7 +197,7 @@ def sandbox_warning(config: Config) -> str:
                 f"reward.sandbox={level}: reward function '{function.name}': {error}; or use reward.sandbox=auto, "
                 "which accepts a weaker sandbox"
             ) from None
-        except (TypeError, ValueError):  # `check_columns` reports functions without a readable signature.
+        except (TypeError, ValueError):  # No error here, because `check_columns` reports an unreadable signature.
             continue
     return ""
 
@@ -226,7 +226,7 @@ def builtin_task(config: Config) -> BuiltinTask:
 
 
 def check_cache(config: Config) -> None:
-    """Check that the cache folder is writable, unless the built-in model is already stored in that folder.
+    """Check that the cache folder is writable if the run uses the built-in model and the model is not stored there yet.
 
     Raises:
         ConfigError: the cache folder of rltrain (`RLTRAIN_CACHE`) cannot be written to.
@@ -260,7 +260,7 @@ def _check_output(trainer: TrainerConfig) -> None:
         "://" not in trainer.output_dir, f"{where}: is not a local folder; only trainer.checkpoint_dir may be remote"
     )
     _check_writable(folder, where)
-    # If the config allows the run to resume, `rltrain.run.resume` checks the output folder later.
+    # If the config allows the run to resume, the output folder may hold a run, which `rltrain.run.resume` checks later.
     for name in RUN_FILES if trainer.resume == "never" else ():
         require(
             not (folder / name).exists(),
@@ -336,7 +336,10 @@ def _check_engine(rollout: RolloutConfig) -> None:
 
 
 def _check_engine_arguments(arguments: Mapping[str, Any]) -> None:
-    """Check that vLLM has all the given engine arguments. The check imports vLLM, which takes seconds."""
+    """Check that vLLM has an engine argument for every name in `arguments`.
+
+    `_check_engine_arguments` imports vLLM, which takes seconds.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     known = sorted(field.name for field in dataclasses.fields(AsyncEngineArgs))
@@ -441,7 +444,7 @@ def _largest_demand(config: Config) -> int:
 def _demands(config: Config) -> list[tuple[str, int]]:
     """Return the numbers of devices that the config requires, each as a pair (description, number of devices).
 
-    The description in each pair gives the config keys and values that determine the number of devices.
+    Each description gives the config keys and values that determine the number of devices.
 
     With `placement.share_ranks`, the roles take turns on the same devices, so the numbers of devices of the roles are
     not added up.

@@ -21,7 +21,8 @@ def command_of(overrides: Sequence[str], files: Sequence[str] = ()) -> Command:
     presets = choices_of(overrides, files)
     try:
         values = dataclasses.asdict(with_all_knobs(compose(presets)[0]))
-    # `compose` raises ConfigError if a preset is valid only together with the run's other command-line arguments.
+    # `compose` raises ConfigError if a preset is valid only together with the run's other command-line arguments. If
+    # `compose` raises ConfigError, no config values of the presets are returned.
     except ConfigError:
         values = {}
     return Command([*(f"--config={file}" for file in files), *overrides], presets, values)

@@ -32,8 +32,9 @@ def environments_for(
 
     Raises:
         ConfigError: the environment or a tool cannot be loaded, or the chat template cannot describe the tools to the
-            model. ConfigError is also raised if a data set in `prompts` lacks a column that the environment needs, or
-            if the descriptions of the tools make all prompts of a data set longer than `rollout.max_prompt_length`.
+            model. `environments_for` raises ConfigError if a data set in `prompts` lacks a column that the environment
+            needs, or if the descriptions of the tools make all prompts of a data set longer than
+            `rollout.max_prompt_length`.
     """
     source, schemas = tools_of_run(config)
     if config.agent is not None:
@@ -115,9 +116,10 @@ def _agent_command(agent: str) -> str:
 
 
 def absolute_command(address: str) -> str:
-    """Return a command with absolute file paths. The URL of an MCP server is returned unchanged.
+    """Return a command in which the paths of existing files are absolute.
 
-    Absolute paths are needed, because environment workers may have a different working directory than the driver.
+    The URL of an MCP server is returned unchanged. Absolute paths are needed, because environment workers may have a
+    different working directory than the driver.
     """
     if is_url(address):
         return address
@@ -199,10 +201,10 @@ def load_environment(config: RolloutConfig) -> type | None:
 
 
 def _needed_arguments(environment: type) -> list[str]:
-    """Return the names of the arguments that a call of the class requires, because they have no default value."""
+    """Return the names of the parameters of the class's constructor that have no default value."""
     try:
         return missing_arguments(environment, [])
-    except (TypeError, ValueError):  # Some classes that are written in C have no signature.
+    except (TypeError, ValueError):  # Some classes written in C have no signature to check.
         return []
 
 
@@ -237,7 +239,9 @@ def check_prompt_lengths(
             try:
                 total = len(renderer.prompt_ids(shortest.chat))
                 added = total - len(renderer.with_tools([]).prompt_ids(shortest.chat))
-            except TemplateError:  # A conversation fails later, during the run, if its prompt cannot be rendered.
+            except TemplateError:
+                # The length of a prompt that cannot be rendered is not checked. The trajectories of a prompt that
+                # cannot be rendered fail later, during the run.
                 continue
             if total > config.max_prompt_length:
                 raise ConfigError(

@@ -10,8 +10,9 @@ def with_epochs_as_steps(config: Config, prompts: int) -> Config:
     """Return the config with `trainer.total_steps` computed from `trainer.total_epochs`.
 
     If `trainer.total_epochs` is None, the config is returned unchanged. The number of training steps is rounded up.
-    With `trainer.reuse`, the calculation assumes that every step trains again on `trainer.reuse.groups` prompt groups
-    from earlier steps. A step then uses only `trainer.prompts_per_step - trainer.reuse.groups` new prompts.
+    With `trainer.reuse`, `trainer.total_steps` is computed for steps that each use only
+    `trainer.prompts_per_step - trainer.reuse.groups` new prompts, because every step is assumed to train again on
+    `trainer.reuse.groups` prompt groups from earlier steps.
 
     Args:
         config: the whole config.

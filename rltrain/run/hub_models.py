@@ -56,7 +56,7 @@ def fetch_models(config: Config, console: Console) -> Config:
 def _commits(saved: Mapping[str, Any]) -> dict[tuple[str, str], str]:
     """Return the commit of each pinned model in a run's config, in a dict with keys (config key, model name).
 
-    The model names in the dict contain no revision.
+    The key of the model `ORG/NAME@COMMIT` contains the name `ORG/NAME`, without the commit.
     """
     model = saved.get("model")
     found = {"model.path": model.get("path")} if isinstance(model, Mapping) else {}

@@ -21,8 +21,9 @@ class RunLock:
     The file locks last until the `with` block ends or the process ends, even if the process is killed. A forked child
     process does not hold the file locks of its parent process.
 
-    Entering the context creates no files, but raises ConfigError if another run has locked one of the folders. The
-    method `take` creates the lock files and takes the locks.
+    Entering the context creates no files. If the lock file of a folder already exists, entering the context locks the
+    folder, or raises ConfigError if another run has locked the folder. The method `take` creates the lock files and
+    takes the locks.
 
     Args:
         trainer: section `trainer` of the config, which names the output folder and the checkpoint folder.
@@ -61,8 +62,9 @@ class RunLock:
             Path(lock.lock_file).write_text(f"{os.getpid()} on {socket.gethostname()}\n", "utf-8")
 
     def _hold(self, where: str, file: Path) -> None:
-        # Without `fallback_to_soft=False`, on a file system without locks, filelock would treat any existing lock file
-        # as a held lock. If a run were killed, the lock file that it left behind would lock the folder forever.
+        # On a file system without locks, filelock would by default use a soft lock (`fallback_to_soft=True`), which
+        # is held as long as the lock file exists. A soft lock would outlive a killed run, because a killed run does
+        # not remove its lock file.
         lock = FileLock(file, blocking=False, thread_local=False, fallback_to_soft=False)
         try:
             lock.acquire()

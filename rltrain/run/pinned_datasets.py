@@ -26,7 +26,9 @@ def fetch_datasets(config: Config, console: Console) -> Config:
     named = {key: source for key, source in sources.items() if _is_on_hub(source, key)}
     kept: Mapping[str, str] = {}
     if named and config.trainer.resume != "never":
-        from rltrain.run.resume import saved_values  # Importing `rltrain.run.resume` also imports torch, which is slow.
+        # `rltrain.run.resume` is not imported at the start of the file, because `rltrain.run.resume` imports torch,
+        # which is slow.
+        from rltrain.run.resume import saved_values
 
         saved = saved_values(config.trainer).get("data") or {}
         kept = _sources(saved.get("train"), saved.get("val"), saved.get("val_sets") or {})

@@ -28,20 +28,22 @@ class Facts:
         parameters: number of model parameters; None if this number cannot be read from the model files.
         adapters: number of adapter parameters; None if the whole model is trained.
         train_prompts: number of training prompts; None before the training data is loaded.
-        supervised: description of the source of the supervised answers and of their number; "" if the run has no
-            supervised loss.
+        supervised: text that names the source of the supervised answers, and says how many prompts have such an
+            answer; "" if the run has no supervised loss.
         val_prompts: dict that maps the name of each evaluation set to the set's number of prompts; "" is the name of
             the set of `data.val`.
-        data: description of the source and the form of the training data; "" before the data is loaded.
-        val_data: dict that maps the name of each evaluation set to a description of the set's source and form.
+        data: one-line description of the source of the training prompts, and of how the rows of this source became
+            prompts; "" before the data is loaded.
+        val_data: dict that maps the name of each evaluation set to a one-line description of the source of the set's
+            prompts, and of how the rows of this source became prompts.
         own_splits: whether the source of the prompts has different rows for training and for evaluation.
         needs_critic: whether the advantage estimator needs the values of a critic.
         devices: description of the devices that ranks and engines run on, such as "2 CPU cores".
         memory: the memory plan in one line.
-        teachers: dict that maps the name of each teacher with its own model on the training ranks to the number of
-            parameters of the teacher.
-        signatures: dict that maps each reward function that was written for another trainer to the name of that
-            trainer.
+        teachers: dict that maps names of teachers to numbers of model parameters. The dict contains the teachers that
+            are separate models on the training ranks.
+        signatures: dict that maps the name of each reward function with the signature of TRL, verl or OpenRLHF to the
+            name of that library.
         uses_ratio: whether the gradient of the loss depends on the old log-probs.
         aggregations: values of `algorithm.loss_agg_mode` for which the loss is defined; () means all values.
         alpha: the parameter alpha of the advantage estimator length_adaptive_gae; None for other estimators.
@@ -184,7 +186,7 @@ def _epochs(trainer: TrainerConfig) -> str:
 
 
 def _data(facts: Facts) -> str:
-    """Describe the source and the form of the prompts of the training data and of each evaluation set."""
+    """Describe where the training and evaluation prompts come from, and how the rows of the data became prompts."""
     others = {name: said for name, said in facts.val_data.items() if said != facts.data}
     return "; ".join([facts.data, *(f"evaluation{' ' * bool(name)}{name}: {said}" for name, said in others.items())])
 
@@ -255,7 +257,8 @@ def _off_policy(config: Config, facts: Facts) -> str:
         return f"{stale} have {_weights(correction)}"
     if algorithm.old_log_probs == "rollout" and facts.uses_ratio:
         return (
-            f"{stale} are corrected by the ratio of the {algorithm.loss_mode} loss, relative to the engine's log-probs"
+            f"{stale} are corrected by the importance ratio of the {algorithm.loss_mode} loss (actor probability / "
+            "engine probability)"
         )
     if algorithm.rejection.kl_estimator is not None:
         return (
@@ -271,7 +274,7 @@ def _is_other_aggregation(algorithm: AlgorithmConfig, facts: Facts) -> bool:
 
 
 def _aggregation(algorithm: AlgorithmConfig, facts: Facts) -> str:
-    """Warn that the loss is not defined for the configured value of `algorithm.loss_agg_mode`."""
+    """Return a warning that the loss is not defined for the configured value of `algorithm.loss_agg_mode`."""
     return (
         f"the {algorithm.loss_mode} loss is defined for algorithm.loss_agg_mode={' or '.join(facts.aggregations)}; "
         f"with {algorithm.loss_agg_mode}, the weight of an answer in the loss is proportional to its length"
@@ -308,7 +311,9 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
         "a truncated answer scores no more than an answer whose rewards are 0": algorithm.suppress_truncated,
         "truncated answers left out of all statistics": algorithm.exclude_truncated,
         "truncated answers not trained on": algorithm.mask_truncated,
-        "the critic's value of the last state added to the reward of truncated answers": algorithm.bootstrap_truncated,
+        "the critic's value of the last state is added to the reward of truncated answers": (
+            algorithm.bootstrap_truncated
+        ),
         "prompt groups whose answers all have the same outcome are left out": algorithm.dynamic_sampling == 1,
         "prompt groups whose answers all have the same outcome are replaced (a step generates at most "
         f"{algorithm.dynamic_sampling} batches of prompts)": algorithm.dynamic_sampling > 1,
@@ -340,7 +345,7 @@ def _weights(correction: CorrectionConfig) -> str:
 
 
 def _bounds(lower: float | None, upper: float | None) -> str:
-    """Return a text for the range outside the bounds, such as " below 0.5 or above 2", or "" if there are no bounds."""
+    """Return a text for values outside `lower` and `upper`, such as " below 0.5 or above 2"; "" if both are None."""
     parts = [f"{word} {bound:g}" for word, bound in (("below", lower), ("above", upper)) if bound is not None]
     return f" {' or '.join(parts)}" if parts else ""
 
@@ -354,7 +359,7 @@ def _levels(config: NormalizationConfig) -> str:
 def _kl(config: Config) -> str:
     reward, loss, parts = config.algorithm.kl_in_reward, config.algorithm.kl_loss, []
     if reward.kl_coef:
-        kind = "adaptive, from " if reward.controller == "adaptive" else ""
+        kind = "with an adaptive coefficient that starts at " if reward.controller == "adaptive" else ""
         parts.append(f"KL in reward {kind}{reward.kl_coef:g} ({reward.kl_estimator})")
     if loss.kl_loss_coef:
         parts.append(f"KL in loss {loss.kl_loss_coef:g} ({loss.kl_estimator})")

@@ -29,7 +29,7 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """Result of one check on one node, or on the whole cluster.
 
     Attributes:
@@ -57,15 +57,10 @@ class Finding:
 Answers = tuple[list[NodeFacts], list[Silent], float]
 
 
-def check_nodes(config: Config) -> list[Finding]:
-    """Check all nodes of the Ray cluster to which this process is connected. Without a cluster, check this machine."""
-    return findings(config, *ask_nodes(config))
-
-
 def ask_nodes(config: Config) -> Answers:
     """Ask all nodes for facts, and return the facts, the nodes that did not answer, and the duration in seconds.
 
-    In the returned list of facts, the driver's node comes first.
+    In the list of the nodes' facts that `ask_nodes` returns, the facts of the driver's node come first.
 
     `ask_nodes` creates an empty temporary file in each folder that all nodes must share, or in the folder's nearest
     existing parent. Each node reports whether it sees the temporary files of `ask_nodes`.
@@ -88,7 +83,7 @@ def ask_nodes(config: Config) -> Answers:
             Path(path).unlink(missing_ok=True)
 
 
-def require_passed(found: Sequence[Finding]) -> None:
+def require_passed(found: Sequence[CheckResult]) -> None:
     """Raise ConfigError with the first failed check, if any check has failed."""
     failed = [one for one in found if not one.passed]
     if failed:
@@ -97,7 +92,7 @@ def require_passed(found: Sequence[Finding]) -> None:
         raise ConfigError(f"{failed[0]}{more}")
 
 
-def findings(config: Config, facts: Sequence[NodeFacts], silent: Sequence[Silent], took_s: float) -> list[Finding]:
+def findings(config: Config, facts: Sequence[NodeFacts], silent: Sequence[Silent], took_s: float) -> list[CheckResult]:
     """Check the facts about the nodes, and return the results of all checks.
 
     Args:
@@ -107,7 +102,7 @@ def findings(config: Config, facts: Sequence[NodeFacts], silent: Sequence[Silent
         took_s: seconds from the first request for facts to the last reply of a node.
     """
     found = [
-        Finding(
+        CheckResult(
             node.name,
             "answer",
             node.why,
@@ -124,7 +119,7 @@ def findings(config: Config, facts: Sequence[NodeFacts], silent: Sequence[Silent
     return found
 
 
-def report(found: Sequence[Finding]) -> list[str]:
+def report(found: Sequence[CheckResult]) -> list[str]:
     """Return the lines that `--check` prints: the findings of each node below the name of the node."""
     lines: list[str] = []
     width = max((len(one.what) for one in found), default=0)
@@ -138,11 +133,11 @@ def report(found: Sequence[Finding]) -> list[str]:
     return [*lines, f"{failed} of {len(found)} checks failed" if failed else f"all {len(found)} checks passed"]
 
 
-def _network(node: NodeFacts, _: NodeFacts) -> Iterator[Finding]:
+def _network(node: NodeFacts, _: NodeFacts) -> Iterator[CheckResult]:
     if node.interface:
-        yield Finding(node.name, "network", f"interface {node.interface}")
+        yield CheckResult(node.name, "network", f"interface {node.interface}")
     else:
-        yield Finding(
+        yield CheckResult(
             node.name,
             "network",
             "no network interface has the address that Ray uses for the node",
@@ -150,12 +145,14 @@ def _network(node: NodeFacts, _: NodeFacts) -> Iterator[Finding]:
         )
 
 
-def _versions(node: NodeFacts, driver: NodeFacts) -> Iterator[Finding]:
+def _versions(node: NodeFacts, driver: NodeFacts) -> Iterator[CheckResult]:
     other = [name for name, version in driver.versions.items() if node.versions.get(name) != version]
     if not other:
-        yield Finding(node.name, "versions", ", ".join(f"{name} {version}" for name, version in node.versions.items()))
+        yield CheckResult(
+            node.name, "versions", ", ".join(f"{name} {version}" for name, version in node.versions.items())
+        )
     for name in other:
-        yield Finding(
+        yield CheckResult(
             node.name,
             "versions",
             f"{name} {node.versions.get(name) or 'is not installed'}, but {driver.versions[name] or 'none'} on the "
@@ -164,54 +161,56 @@ def _versions(node: NodeFacts, driver: NodeFacts) -> Iterator[Finding]:
         )
 
 
-def _gpus(node: NodeFacts, driver: NodeFacts) -> Iterator[Finding]:
+def _gpus(node: NodeFacts, driver: NodeFacts) -> Iterator[CheckResult]:
     if node.torch_gpus < node.gpus:
-        yield Finding(
+        yield CheckResult(
             node.name,
             "GPUs",
             f"Ray counts {node.gpus:g} GPUs, but torch can use {node.torch_gpus} ({node.gpu_driver})",
             "update the GPU driver, or install the torch build for this driver; otherwise ranks would train on the CPU",
         )
     elif node.gpus:
-        yield Finding(node.name, "GPUs", f"{node.gpus:g}; {node.gpu_driver}")
+        yield CheckResult(node.name, "GPUs", f"{node.gpus:g}; {node.gpu_driver}")
 
 
-def _shared_memory(node: NodeFacts, _: NodeFacts) -> Iterator[Finding]:
+def _shared_memory(node: NodeFacts, _: NodeFacts) -> Iterator[CheckResult]:
     if node.shm_free is None:
         return
     free = f"{node.shm_free // _MIB:,} MiB free"
     if node.shm_free < SHM_BYTES:
-        yield Finding(
+        yield CheckResult(
             node.name,
             "/dev/shm",
             f"{free}, and weight syncs need {SHM_BYTES // _MIB} MiB",
             "remove old files from /dev/shm, or make /dev/shm larger (in Docker: --shm-size)",
         )
     else:
-        yield Finding(node.name, "/dev/shm", free)
+        yield CheckResult(node.name, "/dev/shm", free)
 
 
-def _contents(node: NodeFacts, driver: NodeFacts) -> Iterator[Finding]:
+def _contents(node: NodeFacts, driver: NodeFacts) -> Iterator[CheckResult]:
     for what, content in node.contents.items():
         if content is None:
-            yield Finding(
+            yield CheckResult(
                 node.name,
                 what,
                 "is missing",
                 "copy the file or folder to the same path on every node, or to a shared file system",
             )
         elif content != driver.contents[what]:
-            yield Finding(node.name, what, f"differs from the copy on the driver's node {driver.name}", "copy it again")
+            yield CheckResult(
+                node.name, what, f"differs from the copy on the driver's node {driver.name}", "copy it again"
+            )
         else:
-            yield Finding(node.name, what, "is the same" if node is not driver else "is there")
+            yield CheckResult(node.name, what, "is the same" if node is not driver else "is there")
 
 
-def _shared(node: NodeFacts, driver: NodeFacts) -> Iterator[Finding]:
+def _shared(node: NodeFacts, driver: NodeFacts) -> Iterator[CheckResult]:
     for what in driver.sees:
         if what in node.sees:
-            yield Finding(node.name, what, "is shared" if node is not driver else "can be written")
+            yield CheckResult(node.name, what, "is shared" if node is not driver else "can be written")
         else:
-            yield Finding(
+            yield CheckResult(
                 node.name,
                 what,
                 f"a file that the driver's node {driver.name} wrote is not visible on this node",
@@ -219,10 +218,10 @@ def _shared(node: NodeFacts, driver: NodeFacts) -> Iterator[Finding]:
             )
 
 
-def _disks(node: NodeFacts, _: NodeFacts) -> Iterator[Finding]:
+def _disks(node: NodeFacts, _: NodeFacts) -> Iterator[CheckResult]:
     for what, free in node.disk_free.items():
         if free is not None and free < DISK_BYTES:
-            yield Finding(
+            yield CheckResult(
                 node.name,
                 what,
                 f"the disk has {free // _MIB:,} MiB left",
@@ -230,10 +229,10 @@ def _disks(node: NodeFacts, _: NodeFacts) -> Iterator[Finding]:
             )
 
 
-def _clock(node: NodeFacts, driver: NodeFacts, took_s: float) -> Iterator[Finding]:
+def _clock(node: NodeFacts, driver: NodeFacts, took_s: float) -> Iterator[CheckResult]:
     difference = abs(node.clock - driver.clock)
     if difference > took_s + CLOCK_S:
-        yield Finding(
+        yield CheckResult(
             node.name,
             "clock",
             f"differs by {difference:.0f} s from the clock of the driver's node {driver.name}",
@@ -242,15 +241,15 @@ def _clock(node: NodeFacts, driver: NodeFacts, took_s: float) -> Iterator[Findin
         )
 
 
-def _fit(config: Config, facts: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """Check that the largest node has a device for each shard of an engine, and that each node has enough CPUs."""
+def _fit(config: Config, facts: Sequence[NodeFacts]) -> Iterator[CheckResult]:
+    """Check that one node has a device for each shard of an engine, and that each node has enough CPUs."""
     on_gpus = any(node.gpus for node in facts)
     device: Callable[[NodeFacts], float] = (lambda node: node.gpus) if on_gpus else (lambda node: node.cpus)
     name = "GPUs" if on_gpus else "CPUs"
     largest = max(facts, key=device)
     shards = config.rollout.shards
     if shards > device(largest):
-        yield Finding(
+        yield CheckResult(
             "cluster",
             "placement",
             f"rollout.vllm.tensor_parallel_size={shards}, but the largest node, {largest.name}, has "
@@ -259,7 +258,7 @@ def _fit(config: Config, facts: Sequence[NodeFacts]) -> Iterator[Finding]:
         )
     short = [node for node in facts if on_gpus and node.cpus < node.gpus]
     for node in short:
-        yield Finding(
+        yield CheckResult(
             node.name,
             "CPUs",
             f"{node.cpus:g} CPUs for {node.gpus:g} GPUs, and each process on a GPU needs a CPU",
@@ -267,14 +266,14 @@ def _fit(config: Config, facts: Sequence[NodeFacts]) -> Iterator[Finding]:
         )
     for node in facts:
         if not on_gpus and node.cpus < 1:
-            yield Finding(
+            yield CheckResult(
                 node.name,
                 "CPUs",
                 "Ray has no CPU on this node, so no rank and no engine can run on it",
                 f"start Ray on this node with --num-cpus={node.cores}",
             )
         elif node not in short:
-            yield Finding(node.name, "CPUs", f"Ray counts {node.cpus:g} CPUs; the node has {node.cores} cores")
+            yield CheckResult(node.name, "CPUs", f"Ray counts {node.cpus:g} CPUs; the node has {node.cores} cores")
 
 
 def _shared_folders(config: Config) -> dict[str, Path]:
@@ -294,7 +293,7 @@ def _shared_folders(config: Config) -> dict[str, Path]:
 def _same_everywhere(config: Config) -> Mapping[str, str]:
     """Return the paths whose content must be the same on each node, in a dict with keys such as `model.path=PATH`.
 
-    The dict does not contain models that are named by a hub id, because each node downloads such models by itself.
+    `_same_everywhere` leaves out models that are named by a hub id, because each node downloads these models by itself.
     """
     models = {"model.path": config.model.path} | {model.key: model.path for model in config.reward.models}
     models |= {teacher.key: teacher.path for teacher in config.algorithm.distillation.models}

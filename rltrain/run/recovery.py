@@ -41,8 +41,9 @@ class Restarts:
         first = error
         while True:
             if self.restart is None or self.count >= self.limit:
-                # The error of a failed restart may say only that the remaining machines lack free devices. `first` is
-                # the error that names the lost machine, so the raised WorkerError quotes both `first` and `error`.
+                # If a restart has failed, `error` may say only that the remaining machines lack free devices. The
+                # message of the WorkerError begins with the first error, because the first error names the lost
+                # machine.
                 before = "" if error is first else f"{first}; "
                 raise WorkerError(
                     f"{before}{error}; the training ranks were restarted {self.count} times, and "

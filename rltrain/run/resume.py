@@ -63,7 +63,8 @@ def beginning(config: Config) -> Beginning:
             estimator.
 
     Raises:
-        ConfigError: the checkpoint does not exist, is damaged, or belongs to another config.
+        ConfigError: the checkpoint does not exist, is damaged or cannot be read; the config differs from the saved
+            config in a key that must not change; or a folder of the run holds files of another run.
     """
     try:
         return _beginning(config)
@@ -161,8 +162,9 @@ def _require_own_output(config: Config, own: Folder) -> list[str]:
 def _require_same_place(saved: Mapping[str, Any], trainer: TrainerConfig, own: Folder) -> None:
     """Check that `own`, the checkpoint folder in the config, is also the checkpoint folder of the saved run.
 
-    The folder `checkpoints` in the output folder is also accepted if the output folder was moved or the config names
-    the output folder by another path.
+    If both the saved run and the config put the checkpoints into the folder `checkpoints` of their output folder, the
+    paths of the two checkpoint folders may differ. The paths of the checkpoint folders differ if the output folder was
+    moved, or if the config names the output folder by another path than the saved run.
 
     Raises:
         ConfigError: the saved run's checkpoint folder is not the checkpoint folder in the config.
@@ -183,7 +185,7 @@ def _named(path: str) -> Checkpoint:
     folder contains several checkpoints, the newest undamaged checkpoint is returned.
 
     Raises:
-        ConfigError: no undamaged checkpoint is found at the path.
+        ConfigError: the folder that the path names holds no checkpoint, or holds only damaged checkpoints.
     """
     where, folder = f"trainer.resume={path}", Folder(absolute(path))
     if folder.exists(MANIFEST):
@@ -228,7 +230,7 @@ def _from(config: Config, checkpoint: Checkpoint) -> Beginning:
 
 
 def _is_published(checkpoint: Checkpoint, model: Path) -> bool:
-    """Return whether the folder `model` contains all files of the checkpoint's model, with the same checksums."""
+    """Return whether the folder `model` holds every file of the checkpoint's model with the manifest's checksum."""
     files, there = read_manifest(checkpoint.folder)["files"], Folder(str(model))
     of_model = {name.removeprefix(f"{MODEL}/"): entry for name, entry in files.items() if name.startswith(f"{MODEL}/")}
     return all(there.exists(name) and list(there.checksum(name)) == entry for name, entry in of_model.items())
@@ -246,8 +248,9 @@ def _require_no_checkpoints(own: Folder) -> None:
 def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -> None:
     """Check that the folders of a resumed run contain no newer checkpoints and no files of another run.
 
-    A checkpoint in the run's own checkpoint folder must be the newest checkpoint in that folder. To resume from a
-    checkpoint in another folder, the run needs new output and checkpoint folders.
+    A run that is resumed from a checkpoint in its own checkpoint folder must be resumed from the newest checkpoint in
+    that folder. A run that is resumed from a checkpoint outside of its own checkpoint folder needs an output folder and
+    a checkpoint folder that hold no files of earlier runs.
 
     Raises:
         ConfigError: the output or checkpoint folder contains files of another run, or checkpoints that are newer than
@@ -275,14 +278,15 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
 def _require_same(config: Config, saved: str, where: str) -> None:
     """Check that the config equals the saved config in every key that the schema does not mark as changeable.
 
-    The `trainer` keys are compared first, because they determine some values in other sections.
+    Some config values in other sections depend on `trainer` keys. The `trainer` keys are compared first, so that the
+    error names a changed `trainer` key and not a key that depends on the `trainer` key.
 
     Raises:
         ConfigError: a config key that must not change has another value than in the saved run.
     """
     old, new = _flat(_values(saved, where)), _flat(asdict(config))
     for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.startswith("trainer."), key)):
-        # Values that are not equal are also compared by their `repr`, because NaN is not equal to NaN.
+        # Two values with the same `repr` count as the same value, because NaN is not equal to NaN.
         same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))
         if not same and not _is_changeable(key):
             raise ConfigError(

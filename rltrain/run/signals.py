@@ -48,7 +48,7 @@ class Signals:
             raise Stopped(self.status) from None
 
     def stop_with(self, tasks: BackgroundTasks) -> None:
-        """Let the first signal after this call stop the run at a safe point, by a call of `tasks.interrupt`.
+        """Let the first signal that arrives from now on stop the run at a safe point, by a call of `tasks.interrupt`.
 
         `stop_with` must be called in the main thread, while the event loop of the main thread is running.
         """

@@ -28,9 +28,9 @@ def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
         prompts: training prompts, as they were loaded from the data set.
 
     Returns:
-        A dict that maps a name, which consists of a config key and a path, to a fingerprint. The dict contains the
-        fingerprints of the training prompts, of the files of the reward functions and of the reward aggregation, and of
-        the weights of the reward models and of the teachers on the training ranks. If the weights of `model.path`
+        A dict that maps names to fingerprints. Each name consists of a config key and a path. The dict contains the
+        fingerprints of the training prompts, of the files of the reward functions and of the reward aggregation, and
+        of the weights of the reward models and of the teachers on the training ranks. If the weights of `model.path`
         are the base of LoRA adapters or a frozen reference model, the dict also contains a fingerprint of these
         weights, because checkpoints contain neither base weights nor a frozen reference model.
     """

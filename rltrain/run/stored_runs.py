@@ -22,12 +22,13 @@ _DISTRIBUTION = ("temperature", "top_p", "top_k")
 def check_stored_run(config: Config) -> None:
     """Check that an earlier run has stored all answers that the new run needs.
 
-    `check_stored_run` does not compare the prompts of the two runs; the engine compares the prompts during training.
+    `check_stored_run` does not compare the prompts of the two runs. During training, `StoredEngine` compares the
+    stored prompt of each answer with the requested prompt.
 
     Raises:
-        ConfigError: the folder is not the output folder of a run, or lacks answers; the answers were sampled with
-            settings that differ from the new run's settings; or the algorithm or an evaluation needs answers that no
-            run stores.
+        ConfigError: `rollout.run` does not name the output folder of an earlier run, or this folder lacks answers that
+            the new run needs; the stored answers were sampled with settings that differ from the new run's settings;
+            or the new run needs answers that no run stores, for example for an evaluation.
     """
     rollout = config.rollout
     if rollout.run is None:
@@ -75,7 +76,9 @@ def check_stored_run(config: Config) -> None:
 
 def _require_sampled_groups_only(algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError if the algorithm needs answers that no run stores, such as greedy answers."""
-    from rltrain.algorithms import required_columns  # Imported only here, because `rltrain.algorithms` imports torch.
+    # `rltrain.algorithms` is not imported at the start of the file, because importing `rltrain.algorithms` imports
+    # torch.
+    from rltrain.algorithms import required_columns
 
     require(
         not algorithm.dynamic_sampling,
@@ -90,7 +93,7 @@ def _require_sampled_groups_only(algorithm: AlgorithmConfig) -> None:
 
 
 def _config_of(folder: Path, where: str) -> Mapping[str, Any]:
-    """Return the config of the run that stored the answers. The returned config always has a section `rollout`."""
+    """Return the config of the run that stored the answers; the config always has a section `rollout`."""
     try:
         found = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
         rollout = found["rollout"]

@@ -102,10 +102,11 @@ class Job:
         """Run one job of the sweep in a separate process.
 
         Returns:
-            The last value of the metric that `trainer.keep_best` names. Without `trainer.keep_best`, the returned value
-            is the last accuracy of the sampled answers in evaluations, or the last mean reward of the sampled answers
-            in evaluations if no accuracy was measured. The returned value is NaN if the run failed, or if the run has
-            not measured the metric. A Hydra sweeper that searches for the best values optimises the returned value.
+            The last value of the metric that `trainer.keep_best` names. Without `trainer.keep_best`, a job returns the
+            last accuracy of the sampled answers in evaluations, or the last mean reward of the sampled answers in
+            evaluations if no accuracy was measured. A job returns NaN if its run failed, or if its run has measured
+            none of the metrics that the job could return. If a Hydra sweeper searches for the best config values, the
+            sweeper optimises the value that the job returns.
         """
         from hydra.core.hydra_config import HydraConfig
 

@@ -87,7 +87,7 @@ class NormalizationConfig:
 
     @property
     def on(self) -> bool:
-        """Whether the normalization subtracts a mean, divides by a standard deviation, or does both."""
+        """Whether a mean is subtracted from the values, or the values are divided by a standard deviation, or both."""
         return self.mean_level is not None or self.std_level is not None
 
 
@@ -142,8 +142,9 @@ class KLLossConfig:
         values="`k1`, `k2`, `k3`, `abs`, one of these with `+`, or `full`",
     )
     ratio_weighted: bool = key(
-        "Multiply the KL estimate by the ratio pi / pi_old. The gradient also flows through the ratio. With "
-        "ratio_weighted=true, the estimators k1 and k3 have the gradient of the reverse KL."
+        "Multiply the KL estimate by the ratio pi / pi_old. Except with an estimator whose name ends with +, the "
+        "gradient of the KL term also flows through the ratio pi / pi_old. With ratio_weighted=true, the estimators k1 "
+        "and k3 have the gradient of the reverse KL."
     )
 
     def __post_init__(self) -> None:
@@ -340,8 +341,8 @@ class AlgorithmConfig:
         "of the mean over tokens. seq-mean-token-sum-norm: seq-mean-token-sum divided by rollout.max_response_length."
     )
     old_log_probs: Literal["actor", "rollout"] = key(
-        "Policy in the denominator of the policy loss's probability ratio (the proximal policy). The log-probs of "
-        "this policy are called the old log-probs. actor: the actor before the update. rollout: the inference engine."
+        "Source of the old log-probs, which are in the denominator of the policy loss's probability ratio. actor: the "
+        "actor before the update. rollout: the inference engine."
     )
     suppress_truncated: bool = key(
         "Limit the score of each answer that was cut at the length limit (truncated). A truncated answer gets at most "
@@ -349,8 +350,8 @@ class AlgorithmConfig:
         "Truncated answers do not count in score statistics."
     )
     exclude_truncated: bool = key(
-        "Leave answers that were cut at the length limit out of the score statistics. A truncated answer keeps its "
-        "own score."
+        "Leave answers that were cut at the length limit out of the score statistics. exclude_truncated does not "
+        "change the score of a truncated answer."
     )
     mask_truncated: bool = key("Do not train on the tokens of an answer that was cut at the length limit.")
     bootstrap_truncated: bool = key(
@@ -420,7 +421,8 @@ class AlgorithmConfig:
     )
     correction: CorrectionConfig = key(
         "Importance weights of the policy-loss term: a token's probability under the actor before the update, divided "
-        "by its probability under the inference engine. The KL and entropy terms of the loss are not weighted."
+        "by its probability under the inference engine. The KL and entropy terms of the loss are not multiplied by "
+        "importance weights."
     )
     rejection: RejectionConfig = key(
         "Drops the policy-loss term of tokens or answers on which the updated policy differs too much from the "

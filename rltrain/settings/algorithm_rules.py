@@ -100,9 +100,10 @@ def _check_knobs(
 ) -> None:
     """Raise ConfigError if a parameter of a loss or an advantage estimator is unknown or has an unsuitable value.
 
-    `functions` are the functions of the loss or the estimator, and `knobs` maps the names of parameters to values. A
-    parameter is unknown if none of the functions takes it. The values of the parameters are tested by calling each
-    function once on a tiny batch of two answers.
+    `functions` are the Python functions that compute the loss or the advantages, and `knobs` maps the names of
+    parameters to values. A
+    parameter is unknown if no function in `functions` has a parameter with this name. The values of the parameters are
+    tested by calling each function once on a tiny batch of two answers.
     """
     from rltrain.algorithms import check_knobs, columns_of, own_knobs
 
@@ -125,7 +126,7 @@ def _check_knobs(
 def _tiny_column(name: str, components: int) -> Any:
     """Return the batch column `name` for a test of a loss or an estimator.
 
-    The batch to which the column belongs has one prompt group: two answers with two tokens each.
+    The batch for the test has one prompt group: two answers with two tokens each.
     """
     import torch
 
@@ -327,7 +328,7 @@ def _check_distillation(config: Config) -> None:
     shaping = algorithm.reward_shaping
     shaped = shaping.bias or shaping.scale != 1 or shaping.clip is not None or shaping.overlong_buffer
     dead = {
-        f"algorithm.advantage_estimator={algorithm.advantage_estimator}, which needs a critic": needs_critic(algorithm),
+        f"algorithm.advantage_estimator={algorithm.advantage_estimator} (needs a critic)": needs_critic(algorithm),
         f"algorithm.advantage={algorithm.advantage}": bool(algorithm.advantage),
         "algorithm.reward_shaping": bool(shaped or shaping.group_length_weight),
         "algorithm.reward_normalization": algorithm.reward_normalization.on,

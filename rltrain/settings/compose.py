@@ -62,8 +62,8 @@ def _items(overrides: Sequence[str], files: Sequence[str]) -> list[Item]:
 def choices_of(overrides: Sequence[str], files: Sequence[str] = ()) -> list[str]:
     """Return the user's choices in config groups, each as a command-line setting `GROUP=CHOICE`.
 
-    If the user chooses no profile, but the user's model or task needs a profile other than the default, the returned
-    list contains the choice of the needed profile.
+    If the user chooses no profile, but the user's model or task needs a profile other than the default, `choices_of`
+    adds the choice of the needed profile.
     """
     return [f"{group}={choice}" for group, choice in chosen(_items(overrides, files)).items()]
 
@@ -87,7 +87,7 @@ def _with_profile(items: list[Item]) -> list[Item]:
 
 
 def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a dict from key to value with the profile's values of all keys that the user does not set.
+    """Return a dict that maps each key of the profile that the user does not set to the profile's value of the key.
 
     Args:
         overrides: the settings from the command line.
@@ -136,7 +136,7 @@ def _resolve(items: list[Item]) -> dict[str, Any]:
 
 
 def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[Item]:
-    """Return settings that remove a preset's parameters of the loss or estimator if the user selects another function.
+    """Return settings that remove a preset's parameters of each loss or estimator that the user has replaced.
 
     A preset's parameters are meant for the loss and the estimator that the preset selects. For example, `algorithm=dapo
     algorithm.loss_mode=gspo` must not give DAPO's clip range to GSPO. Parameters that the user sets are kept, because

@@ -74,7 +74,7 @@ class TeacherConfig:
 
     @property
     def key(self) -> str:
-        """Text that names the config key `path` of the teacher in error messages."""
+        """Name of the teacher's config key `path`, as error messages show the key."""
         return TEACHER_KEY.format(self.name)
 
     @property
@@ -92,7 +92,9 @@ class TeacherConfig:
     @property
     def role(self) -> str:
         """Name of the role on the training ranks that computes the teacher's log-probs."""
-        assert not self.is_endpoint, "the training ranks do not compute the log-probs of an endpoint"
+        assert not self.is_endpoint, (
+            "the training ranks do not compute a teacher's log-probs if the teacher is an endpoint"
+        )
         return REFERENCE if self.path == REFERENCE else f"{TEACHER} {self.name}"
 
 

@@ -96,9 +96,9 @@ def _reward_functions(functions: Any) -> list[Any]:
     """Convert each entry of `reward.functions` to a mapping with all keys.
 
     If an entry of `reward.functions` is a string, the string is the path of the reward function. By default, a reward
-    function has the name of the Python function, and weight 1. By default, `outcome` is true unless the reward function
-    is one of rltrain's own penalties. By default, only those built-in reward functions that compare an answer with the
-    right answer decide whether the answer is correct.
+    function has the name of the Python function, and weight 1. By default, `outcome` (whether the score says if the
+    task was solved) is true, except for rltrain's own penalties. By default, `success` (the lowest score of a correct
+    answer) is 1 for built-in functions that compare an answer with the right answer, and null for all other functions.
     """
     require(
         isinstance(functions, list),
@@ -156,9 +156,10 @@ def _reward_model(model: Any) -> Any:
 def _teachers(teachers: Any) -> list[Any]:
     """Convert each entry of `algorithm.distillation.teachers` to a mapping with all keys.
 
-    An entry that is a string is taken as the teacher's path. By default, a teacher is named after the last part of its
-    path, without the revision, and an endpoint is named after its host. If the teacher is the reference model, the
-    default prompt template is the template of SDFT.
+    If an entry of `algorithm.distillation.teachers` is a string, the string is the teacher's `path`. By default, a
+    teacher is named after the last part of its path, without the revision. By default, a teacher whose path is a URL is
+    named after the host and port of the URL. If the teacher is the reference model, the default prompt template is the
+    template of SDFT.
     """
     require(
         isinstance(teachers, list),
@@ -212,7 +213,7 @@ def _reuse(reuse: Any, max_staleness: Any) -> Any:
 
     By default, `trainer.reuse.steps` equals the staleness bound `trainer.max_staleness`. The engines may run at most
     `trainer.max_staleness - trainer.reuse.steps` training steps ahead of training. With the default value of
-    `trainer.reuse.steps`, engines therefore never run ahead of training.
+    `trainer.reuse.steps`, the engines never run ahead of training.
     """
     if reuse is None:
         return None
@@ -254,8 +255,8 @@ def _correction(algorithm: dict[str, Any], max_staleness: Any) -> Any:
     generated an answer can be older than the actor's weights before the update. The correction level becomes null in
     four cases: answers are never stale, the old log-probs in the loss's ratio are the engine's log-probs,
     `algorithm.rejection` handles stale answers, or the loss has no policy-loss term because the policy learns only from
-    a distillation term. With level `token`, the importance weights get the upper bound `STALE_UPPER` unless the config
-    sets a bound.
+    a distillation term. If the correction level becomes `token`, the importance weights get the upper bound
+    `STALE_UPPER`, unless the config sets a bound.
     """
     correction = algorithm.get("correction")
     if not isinstance(correction, dict) or correction.get("level") != AUTO:

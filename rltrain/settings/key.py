@@ -24,8 +24,8 @@ class Key:
         unit: unit of the key's value; "" if the value has no unit, or if `meaning` names the unit.
         values: description of the valid values; "" if the type and the bounds of the key describe the valid values
             completely.
-        if_left_out: text about the default value, for a key that belongs to a list entry or to an optional mapping; ""
-            if a YAML file defines the default.
+        if_left_out: text that describes the default value of a key whose default no YAML file defines, such as a
+            key of a list entry or of an optional mapping; "" if a YAML file defines the default.
         changeable: whether a resumed run may change the value. If the value of a changeable key is a section, a resumed
             run may change all keys of the section.
         at_least: smallest valid value; None if there is no inclusive lower bound.

@@ -86,9 +86,8 @@ def from_command_line(text: str) -> Item:
 
     Hydra does not parse the values of the keys in `TEXT_KEYS`, which are free text and may contain any character. In
     free text, a backslash followed by `n` stands for a line break, and two backslashes followed by `n` stand for one
-    backslash and `n`. For a free-text key, the value `null` means that there is no text. The escape sequences for a
-    line break and for a backslash before `n` also work in the lists of texts that are the values of the keys in
-    `LISTS_OF_TEXT`.
+    backslash and `n`. For a free-text key, the value `null` means that there is no text. The value of a key in
+    `LISTS_OF_TEXT` is a list of texts, which can contain the same two escape sequences as free text.
 
     Hydra requires a `+` before a key that is not in the YAML files, such as an optional function parameter. rltrain
     accepts `KEY=VALUE` without a `+` for all keys.
@@ -193,8 +192,8 @@ def _settings(key: str, value: Any) -> list[Item]:
     inside = any(name.startswith(f"{key}.") for name in keys(Config))
     if not (inside and isinstance(value, dict)):
         text = f"{key}: {value}"
-        # In a config file, the value of a section may be null. `parse` raises ConfigError later if a section
-        # that must not be null is null.
+        # If a config file sets a section to null, the function `parse` checks later whether the schema allows null for
+        # the section.
         if not (inside and value is None):
             _check_key(key, text)
         return [_setting(key, value, text)]
@@ -254,7 +253,7 @@ def _listed(names: list[str]) -> str:
 
 
 def apply(items: list[Item], composed: Any) -> None:
-    """Write settings into a composed config, in the given order.
+    """Write settings into a composed config, in the order of `items`.
 
     Args:
         items: the settings and removals to apply. Choices of config groups are skipped, because the composed config

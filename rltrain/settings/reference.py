@@ -1,8 +1,8 @@
 """Generates documentation from the schema of the config keys: two pages in `docs/`, and the comments in the YAML files
 of `config/`.
 
-The generated pages are `docs/settings.md` and `docs/coming-from-other-trainers.md`. The following command rewrites the
-generated pages and comments, and prints the names of the changed files:
+The generated pages are `docs/settings.md` and `docs/coming-from-other-trainers.md`. The following command regenerates
+the two pages in `docs/` and the comments in `config/`, and prints the names of the changed files:
 
     python -m rltrain.settings.reference
 
@@ -10,7 +10,7 @@ A YAML file whose `defaults` name another file of its config group contains only
 file. In a YAML file whose `defaults` name another file of its config group, all comments are kept, because they explain
 why the file sets particular values. A YAML file whose `defaults` name no other file of its config group contains all
 keys of its sections, and the comments of its keys are generated. The comment at the start of a YAML file, and comments
-above lines without a key, are kept.
+above lines that set no config key, are kept.
 """
 
 import re

@@ -103,7 +103,7 @@ class RewardModelConfig:
 
     @property
     def key(self) -> str:
-        """Text that names the config key `path` of the reward model in error messages."""
+        """Name of the reward model's config key `path`, as error messages show the key."""
         return REWARD_MODEL_KEY.format(self.name)
 
 

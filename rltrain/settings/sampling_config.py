@@ -23,7 +23,7 @@ def _default(name: str) -> str:
 class DifficultyConfig:
     """Settings for sampling training prompts from pools of prompts with similar difficulty.
 
-    `rltrain.data.prompt_pools` defines how prompts are sampled from the pools.
+    `rltrain.data.prompt_pools` defines the pools of prompts, and how prompts are sampled from the pools.
     """
 
     given_whole = True  # The function `keys` counts `data.difficulty` as one key, whose value is a mapping or null.
@@ -86,7 +86,7 @@ class ReuseConfig:
     """Settings for training again on a prompt group of an earlier training step, if the answers of the group have
     different outcomes.
 
-    `rltrain.trajectories.reuse_buffer` defines which groups are trained on again.
+    `rltrain.trajectories.reuse_buffer` defines which prompt groups are trained on again.
     """
 
     given_whole = True  # The function `keys` counts `trainer.reuse` as one key, whose value is a mapping or null.

@@ -2,9 +2,9 @@
 
 The fields of the config dataclasses have no default values, because the YAML files under `config/` define the defaults.
 The function `rltrain.settings.typed.parse` converts the YAML values into the config dataclasses once, when the program
-starts. After the values have been converted, the program uses only the typed config. The keys under `algorithm` and
-`reward` are defined in `rltrain.settings.algorithm_config` and `rltrain.settings.reward_config`. Rules that depend on
-files, registries or the number of CPU cores are checked in `rltrain.run.checks`.
+starts. After the YAML values have been converted, the program uses only the config dataclasses. The keys under
+`algorithm` and `reward` are defined in `rltrain.settings.algorithm_config` and `rltrain.settings.reward_config`. Rules
+that depend on files, registries or the number of CPU cores are checked in `rltrain.run.checks`.
 """
 
 import re
@@ -20,8 +20,8 @@ WeightTransport = Literal["auto", "shared_memory", "object_store", "process_grou
 
 REWARD_MODEL = "reward_model"  # The role name of a reward model is "reward_model", a space, and the model's name.
 ALL_LINEAR = "all-linear"  # Value of `model.lora.targets` that selects every linear layer except the last.
-# Smallest valid value of `trainer.hang_timeout_s`, in seconds. The driver asks the workers for their progress once a
-# second, and workers report progress once per micro-batch.
+# Smallest valid value of `trainer.hang_timeout_s`, in seconds. With a smaller value, a slow micro-batch would count as
+# a hang, because workers report progress only once per micro-batch. The driver reads their reports once a second.
 SHORTEST_HANG_S = 10.0
 
 
@@ -308,7 +308,8 @@ class CriticConfig(OptimizerConfig):
     """Settings of the critic: optimizer, clipping of the value loss, and warm-up."""
 
     clip_range_value: float = key(
-        "Clip range of the value loss: the maximum difference between the critic's new and old value of a token.",
+        "Clip range of the value loss. In the loss, the critic's new value of a token is clipped to within "
+        "clip_range_value of the token's value before the update.",
         above=0,
     )
     warmup_steps: int = key(
@@ -431,8 +432,8 @@ class DataConfig:
         return main | {name: (f"val_sets.{name}", source) for name, source in self.val_sets.items()}
 
 
-# Engine arguments of vLLM that a user must not set, because rltrain sets them. Each engine argument is mapped to the
-# end of the error message, which says what the user must set or use instead.
+# Engine arguments of vLLM that a user must not set, because rltrain sets them. `ENGINE_ARGUMENTS` maps each
+# forbidden engine argument to the end of an error message, which says what the user must set instead.
 ENGINE_ARGUMENTS = {
     "model": "model.path",
     "dtype": "model.dtype",
@@ -901,7 +902,9 @@ class Config:
             f"length penalty grows over the last overlong_buffer tokens before that limit; use at most {limit} (DAPO "
             "uses a fifth of the limit), or 0",
         )
-        if self.trainer.total_epochs is None:  # With `total_epochs`, `total_steps` is set after the data is loaded.
+        # With `total_epochs`, `total_steps` is known only after the data is loaded, so the check of the actor's steps
+        # must wait until then.
+        if self.trainer.total_epochs is None:
             self.require_actor_steps()
         kl, sequences = self.algorithm.kl_in_reward, self.sequences_per_step
         require(
@@ -936,8 +939,9 @@ class Config:
     def _require_use_of_kept_cache(self) -> None:
         """Raise ConfigError if `rollout.keep_kv_cache` has no effect, or is used without importance weights.
 
-        An engine that keeps keys and values of earlier weights samples from a mixture of weight versions. The
-        sampling distribution of a mixture of weight versions differs from the distribution of every single version.
+        An engine that keeps keys and values of earlier weights combines several weight versions when it samples a
+        token. The tokens then come from a distribution that differs from the distribution of every single weight
+        version, so the loss needs importance weights.
         """
         keep, correction = self.rollout.keep_kv_cache, self.algorithm.correction.level
         require(
@@ -1020,7 +1024,8 @@ class Config:
     def takes_turns(self) -> bool:
         """Whether inference engines and training ranks share devices and compute alternately.
 
-        If engines and training ranks compute alternately, each frees its device memory while the other computes.
+        If `takes_turns` is True, the engines free their device memory while the training ranks compute, and the
+        training ranks free their device memory while the engines compute.
         """
         placement = self.placement
         return placement.launcher == "ray" and placement.share_ranks and not self.trainer.steps_ahead

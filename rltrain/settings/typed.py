@@ -1,7 +1,7 @@
 """Converts plain nested values into typed dataclasses.
 
-The message of a conversion error names the config key whose value is wrong. For an unknown key, the error message also
-names the most similar known key.
+The message of a conversion error names the config key whose value is wrong. For an unknown key, the error message names
+the unknown key and the most similar known key.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
     Raises:
         ConfigError: a key is unknown or missing, or a value is invalid. The error message names the config key and the
-            violated rule. For an unknown key, the error message also names the most similar known key.
+            violated rule. For an unknown key, the error message names the unknown key and the most similar known key.
     """
     hints = _hints(cast("Any", kind))
     for key in values:
@@ -47,8 +47,8 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     fields = {name: _value(hint, values[name], where + name) for name, hint in hints.items()}
     try:
         return kind(**fields)
-    # The error message of a section's rule names only the field, so the section's name is added before the field's
-    # name.
+    # A ConfigError from the `__post_init__` of a config section names only the field, so the name of the section is
+    # put before the name of the field.
     except ConfigError as error:
         raise ConfigError(where + str(error)) from None
 
@@ -65,9 +65,8 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
 
 
 def _similarity(key: str, name: str) -> float:
-    # The last part of the user's key is also compared with the last part of the known key, because a user may write the
-    # right key in a wrong section. The returned similarity of two keys is at least 0.9 times the similarity of their
-    # last parts.
+    # `_similarity` compares the whole keys, and separately the last parts of the keys, because a user may write the
+    # right key in a wrong section. The similarity of two keys is at least 0.9 times the similarity of their last parts.
     section, _, last = key.rpartition(".")
     known_section, _, known_last = name.rpartition(".")
     whole = difflib.SequenceMatcher(None, key, name).ratio()
@@ -75,8 +74,8 @@ def _similarity(key: str, name: str) -> float:
     # If a user writes only the beginning of a long config key, SequenceMatcher's ratio alone would prefer an unrelated
     # short key. A known key that starts with the user's text always has a similarity of at least 0.9. A known key has a
     # similarity of at least 0.95 if two conditions hold: both keys are in the same section, and the last part of the
-    # known key contains all words of the last part of the user's key. For the user's key `trainer.steps`, the error
-    # message therefore suggests `trainer.total_steps` rather than `trainer.reuse.steps`.
+    # known key contains all words of the last part of the user's key. Because of the lower bound of 0.95, the
+    # error message for the user's key `trainer.steps` suggests `trainer.total_steps` rather than `trainer.reuse.steps`.
     contained = section == known_section and set(last.split("_")) <= set(known_last.split("_"))
     return max(whole, 0.9 * ends, 0.9 * name.startswith(key), 0.95 * contained)
 

@@ -35,7 +35,7 @@ class Imitated(Protocol):
 
     @property
     def examples_per_step(self) -> int:
-        """Number of examples in one optimizer step of the starting model."""
+        """Number of examples in one optimizer step when the starting model is trained."""
 
     def tokenizer(self) -> "Qwen2Tokenizer":
         """Build the tokenizer of the task."""

@@ -13,9 +13,11 @@ from rltrain.environments.higher_lower import GUESSES, HIGHER, INVALID, LOWER, N
 from rltrain.tasks.conversation import ConversationTask, Message, Row
 
 QUESTION = "Guess my digit."
-CONSISTENT = 0.35  # Share of the imitated games in which each guess agrees with all earlier hints.
-# In games whose guesses agree with all hints, MIDDLE is the probability that a guess is the middle of the possible
-# digits. With probability 1 - MIDDLE, a guess in these games is a random digit that is still possible.
+# The starting model imitates example games. CONSISTENT is the fraction of these games in which each guess agrees with
+# all earlier hints.
+CONSISTENT = 0.35
+# In games whose guesses agree with all hints, a guess is the middle of the possible digits with probability MIDDLE, and
+# otherwise a random possible digit.
 MIDDLE = 0.5
 STUBBORN = 0.5  # Probability that a guess repeats the last guess, in games whose guesses ignore the hints.
 # Probability that a message of the player is "?" instead of a digit, in the games that the starting model imitates.
@@ -31,9 +33,9 @@ def draw(split: str, rng: Random) -> Row:
 
 
 def mess(row: Mapping[str, Any], rng: Random) -> list[Message]:
-    """Return the messages of a flawed game, which the starting model imitates.
+    """Return the messages of a game with a flawed player, as an example that the starting model learns to imitate.
 
-    In most of the flawed games, the guesses ignore the hints and often repeat the last guess.
+    In most of the games that `mess` returns, the guesses ignore the hints and often repeat the last guess.
     """
     environment = HigherLower()
     environment.reset(rng.getrandbits(32))

@@ -19,8 +19,8 @@ MAX_HOPS = 3
 # stop one tool call too early and give the last call's result as the answer, so reinforcement learning has to discover
 # that one more tool call earns more reward.
 RIGHT_COUNT = 0.25  # Probability that a conversation has the right number of tool calls: one call per hop.
-# Probability that an imitated conversation has one tool call too few. The number of tool calls is random in the
-# remaining imitated conversations, whose share is 1 - RIGHT_COUNT - TOO_FEW.
+# Probability that an imitated conversation has one tool call too few. With the probability 1 - RIGHT_COUNT - TOO_FEW,
+# the number of tool calls of an imitated conversation is random.
 TOO_FEW = 0.65
 # Probability that a tool call looks up the result of the previous call instead of a random digit. With the probability
 # `RIGHT_KEY`, the first tool call looks up the question's start digit instead of a random digit.

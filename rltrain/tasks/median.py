@@ -23,10 +23,10 @@ def solve(digits: str) -> str:
 
 
 def mess(digits: str, rng: Random) -> tuple[str, bool]:
-    """Return a flawed answer, and whether the end token follows the answer.
+    """Return an answer that the starting model imitates, and whether the end token follows the answer.
 
-    The flawed answer has one of three forms: many guesses of the median without an end token, the sorted digits
-    followed by their median, or one guess of the median.
+    The answer has one of three forms: many guesses of the median without an end token, the sorted digits followed by
+    the correct median, or one guess of the median.
     """
     draw = rng.random()
     if draw < ENDLESS_SHARE:

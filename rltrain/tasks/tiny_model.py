@@ -28,9 +28,10 @@ logger = logging.getLogger(__name__)
 STEPS = 250
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
-# The result of a floating-point sum depends on the number of threads that compute the sum, so the number of threads is
-# fixed to 1. On idle cores, two threads would be only slightly faster than one thread. On busy cores, two threads would
-# be twenty times slower than one thread, because the threads wait for each other.
+# The result of a floating-point sum depends on the number of threads that compute the sum, so the number of threads
+# is fixed to 1. On idle cores, training with two threads would be only slightly faster than training with one thread.
+# On busy cores, training with two threads would be twenty times slower than training with one thread, because the two
+# threads wait for each other.
 THREADS = 1
 IGNORED = -100  # Label that `cross_entropy` ignores, for tokens that the model is not trained to predict.
 
@@ -72,7 +73,8 @@ def make_start(
 
     The trained weights are bitwise the same for the same arguments on the same machine. The caller's torch random state
     and number of torch threads do not change. The directory `path` is created completely or not at all. If another
-    process creates `path` during the training, the directory of the other process is kept.
+    process creates the directory `path` during the training, `make_start` keeps that directory and discards its own
+    model.
 
     Args:
         task: the task on whose flawed answers the model is trained.
@@ -116,7 +118,7 @@ def cached_start(task: Imitated, *, seed: int = 0, steps: int = STEPS, on_step: 
 def start_path(task: Imitated, *, seed: int = 0, steps: int = STEPS) -> Path:
     """Return the directory that `cached_start` would return, without training the model.
 
-    The returned directory is not created, and may not exist yet.
+    `start_path` does not create the model's directory, which may not exist yet.
     """
     return cache_root() / "starts" / f"{task.name}-{seed}-{_recipe_hash(task, seed=seed, steps=steps)}"
 

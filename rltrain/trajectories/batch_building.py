@@ -17,7 +17,7 @@ from rltrain.trajectories.scoring import component_matrix, successes, weighted_s
 
 
 def mean_score(groups: Sequence[Group], config: Config) -> float:
-    """Return the mean score of all scored samples in the given groups, or 0 if no sample has a score."""
+    """Return the mean score of all scored samples in the prompt groups `groups`, or 0 if no sample has a score."""
     batch = to_batch(groups, config.reward.components)
     scores = batch.batch["scores"][batch.batch["valid"]]
     return float(scores.mean()) if len(scores) else 0.0
@@ -125,7 +125,7 @@ def with_scores(
     *,
     baseline: bool = False,
 ) -> DataProto:
-    """Add the scores of the given groups to a batch of the groups' answers.
+    """Add the scores of prompt groups to a batch of the groups' answers.
 
     A row that has no score, or whose reward failed, is marked as not valid, so that the row's tokens are not trained
     on.

@@ -168,7 +168,7 @@ class Collector:
         has reached its limit of generated groups, a group whose answers all have the same outcome is left out without a
         replacement, and the batch has fewer than `prompts_per_step` groups.
 
-        With `trainer.reuse`, the batch may also contain groups on which earlier steps have already trained.
+        With `trainer.reuse`, the batch of a step may contain groups on which earlier steps have already trained.
         """
         batches = self.config.algorithm.dynamic_sampling
         # A step that was unfinished when the checkpoint was saved continues with its saved state after a resume.
@@ -210,8 +210,8 @@ class Collector:
         trained on if the batch has only one group and all answers of the group have the same outcome.
 
         Returns:
-            The batch with scores, and metrics of dynamic sampling, prompt pools and reused groups. The metrics are
-            empty if dynamic sampling, `data.difficulty` and `trainer.reuse` are off.
+            The batch with scores, and metrics of dynamic sampling, prompt pools and reused groups. `scored` returns no
+            metrics if dynamic sampling, `data.difficulty` and `trainer.reuse` are off.
 
         Raises:
             RewardError: more samples failed than `reward.max_failed_fraction` allows, or no reward function applied to
@@ -258,10 +258,10 @@ class Collector:
     def supervised(self, batch: DataProto) -> DataProto:
         """Return the supervised answers to the prompts of a step's batch as a new batch.
 
-        A prompt without a supervised answer gets no row. Groups that dynamic sampling has dropped are not in the batch,
-        so their prompts get no supervised answers. If no group has answers with different outcomes, dynamic sampling
-        keeps one group in the batch. With dynamic sampling, a prompt whose answers all have the same outcome gets no
-        supervised answer.
+        A prompt without a supervised answer gets no row in the batch of supervised answers. Groups that dynamic
+        sampling has dropped are not in the step's batch, so their prompts get no supervised answers. If no group has
+        answers with different outcomes, dynamic sampling keeps one group in the step's batch. With dynamic sampling, a
+        prompt whose answers all have the same outcome gets no supervised answer.
         """
         uids = batch.batch["uid"]
         if self.config.algorithm.dynamic_sampling:
@@ -269,7 +269,7 @@ class Collector:
         return supervised_batch({uid: self.step.prompts[uid] for uid in uids.unique().tolist()})
 
     def take(self) -> Finished:
-        """End the training step and count its groups as used.
+        """End the training step, and take the step's new prompt groups out of the groups in flight.
 
         A run that is resumed from a checkpoint continues a training step that `take` had not ended when the checkpoint
         was saved.
@@ -373,8 +373,8 @@ class Collector:
                 self.groups.drop(group.uid, replace=replaced)
                 step.dropped.add(group.uid)
                 step.refills, step.places = step.refills - replaced, step.places - (not replaced)
-                # This was the last replacement that the step may make. From now on, groups may be dropped only when all
-                # groups of the step are finished, which `_unseen` ensures.
+                # After the step has used up its replacements, the step may drop groups only when all groups of the step
+                # are finished. Until all groups of the step are finished, `_unseen` returns no groups.
                 if replaced and not step.refills:
                     break
 
@@ -421,8 +421,8 @@ class Collector:
     def _without_flat(self, batch: DataProto) -> DataProto:
         """Set `response_mask` to False for the tokens of groups whose answers all have the same outcome.
 
-        The method `_drop_flat` keeps a group whose answers all have the same outcome only if the step has no other
-        group.
+        The batch can still contain a group whose answers all have the same outcome, because `_drop_flat` never drops
+        the last new group of a step.
         """
         trained = ~flat_rows(batch, self.config).repeat_interleave(batch.lengths("responses"))
         return batch.with_values("responses", response_mask=batch.values("response_mask") & trained)
@@ -519,17 +519,17 @@ class Collector:
     def _reissue(self, uids: set[int]) -> None:
         """Request again the answers that were lost when an engine died.
 
-        The new answers are the same as the lost answers, because each request has its own fixed seed.
+        A repeated request has the same seed as the lost request, and so gets the same answer from the same weights.
         """
         for flight in self.in_flight:
             flight.groups.reissue(uids)
             self._ship(flight, None)
 
     def _stop_early(self, groups: PromptGroups) -> None:
-        """Stop the run early if too many rewards of the given groups have already failed.
+        """Stop the run early if too many rewards of the prompt groups `groups` have already failed.
 
         The run is stopped only if at least `PATIENCE_S` seconds have passed since the first failed reward of the step.
-        With dynamic sampling, rewards that could not be computed can stop the run only at the end of the step.
+        With dynamic sampling, failed rewards can stop the run only at the end of the step.
 
         Raises:
             RewardError: too many rewards have failed.
@@ -546,8 +546,9 @@ class Collector:
     def _too_many(self, groups: Sequence[Group], failures: Sequence[SampleScores], total: int) -> RewardError:
         """Return a RewardError whose message lists the three most frequent kinds of failure, most frequent first.
 
-        If a conversation failed, no reward function was called, so the message reports a failed conversation and not a
-        failed reward.
+        No reward function is called for a failed conversation. If all failures are failed conversations, the message
+        therefore counts failed conversations and not failed rewards. If only some failures are failed conversations,
+        the message counts failed rewards and adds the number of failed conversations.
         """
         kinds = Counter(result.error for result in failures).most_common(3)
         first = {result.error: result.key for result in reversed(failures)}

@@ -5,13 +5,13 @@ samples of one prompt. A group is in flight from the time when it is added until
 means to send the requests for the group's answers to the engines.
 
 The trainer uses prompt groups in the order of their numbers (`uid`). When a group is shipped to the engines, the
-training step that will use the group is already known. If no step reuses groups, group n is used at training step
-n // prompts_per_step, where n counts the groups from 0 and leaves out dropped groups that were replaced. Because the
-step that will use a group is known in advance, the number of shipped groups can be limited so that no group exceeds the
-staleness bound. A training step may train again on groups of earlier steps, and then needs fewer new groups.
-`PromptGroups.wanted` assumes that each later step reuses as many groups as the config allows, so that new groups are
-never sent to the engines too early. Even if training steps reuse groups of earlier steps, no group is used later than
-the staleness bound allows.
+training step that will use the group is already known. If no step reuses groups, the group with index n is used at
+training step n // prompts_per_step. The index n of a group counts the groups from 0, without the dropped groups that
+were replaced. Because the step that will use a group is known in advance, the number of shipped groups can be limited
+so that no group exceeds the staleness bound. A training step may train again on groups of earlier steps, and then needs
+fewer new groups. `PromptGroups.wanted` assumes that each later step reuses as many groups as the config allows, so that
+new groups are never sent to the engines too early. Even if training steps reuse groups of earlier steps, no group is
+used later than the staleness bound allows.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -81,7 +81,8 @@ class Group:
         """Restore the group from a state that `state_dict` returned.
 
         A group whose answers were being generated when the state was saved becomes pending, and keeps its finished
-        answers unless `whole` is True. Trajectories whose environment failed are generated again.
+        answers unless `whole` is True. A trajectory whose environment failed is not restored, so that the trajectory is
+        generated again.
         """
         self.shipped = state["shipped"]
         finished = [one for one in state["trajectories"] if not one["error"]]
@@ -156,9 +157,9 @@ class PromptGroups:
         """Return the number of groups that may be added without exceeding `max_staleness` for any group.
 
         At weight version v, the next group to be used belongs to training step v. At weight version v, new groups may
-        be in flight for the training steps v to v + max_staleness. Each training step after step v may train on up to
-        `reused` groups of earlier steps instead of new groups. `wanted` therefore counts `reused` fewer new groups
-        for each training step after the step v of the current weight version.
+        be in flight for the training steps v to v + max_staleness. For each training step after step `version`,
+        `wanted` counts `reused` fewer new groups, because a training step may train on up to `reused` groups of earlier
+        steps instead of new groups.
         """
         last = min(version + self.max_staleness + 1, self.steps)
         places = last * self.prompts_per_step - max(0, last - version - 1) * self.reused
@@ -186,8 +187,8 @@ class PromptGroups:
     def load_state_dict(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> list[RewardRequest]:
         """Restore the groups from a state that `state_dict` returned.
 
-        If the scoring of an answer failed, the answer is scored again, because the user has possibly fixed the cause of
-        the failure.
+        An answer whose scoring had failed before the state was saved is scored again, because the user has possibly
+        fixed the cause of the failure.
 
         Args:
             state: a state that `state_dict` returned.
@@ -287,7 +288,7 @@ class PromptGroups:
         Args:
             uid: unique number that identifies the prompt group.
             replace: whether a new group may replace the removed group in its training step. If `replace` is False, the
-                training step has one group fewer.
+                training step that would have used the removed group has one group fewer.
         """
         del self.groups[uid]
         self.dropped += 1
@@ -303,7 +304,7 @@ class PromptGroups:
     def answered(self, count: int) -> list[Group]:
         """Return the oldest `count` groups if all their answers are finished, else an empty list.
 
-        The answers of the returned groups may still lack scores.
+        The answers of the groups that `answered` returns may still lack scores.
         """
         return self._oldest_in(count, {GroupState.SCORING, GroupState.READY})
 

@@ -21,7 +21,7 @@ from rltrain.trajectories.prompt_groups import Group, GroupState
 
 @dataclass
 class _Kept:
-    """A group in the buffer.
+    """A prompt group in the reuse buffer, with information on when and how often training steps trained on the group.
 
     Attributes:
         group: the prompt group, with its answers and scores.
@@ -58,8 +58,8 @@ class ReuseBuffer:
         Args:
             version: version of the policy weights just before the training step that has ended.
             trained: all prompt groups on which the step has trained, including those that were taken from the buffer.
-            useful: uids of the prompt groups whose answers have different outcomes. Of the new groups, only these are
-                kept for later steps.
+            useful: uids of the prompt groups whose answers have different outcomes. A prompt group that is not yet in
+                the buffer is kept for later steps only if its uid is in `useful`.
         """
         for group in trained:
             if group.uid in self._kept:
@@ -73,7 +73,10 @@ class ReuseBuffer:
         return [self._kept[uid].group for uid in uids]
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the state of the buffer as plain values. A group's prompt is stored as its prompt index."""
+        """Return the state of the buffer as plain values.
+
+        The state of a group contains the index of the group's prompt instead of the prompt.
+        """
         return [
             one.group.state_dict() | {"prompt": one.group.prompt.index, "first": one.first, "times": one.times}
             for one in self._kept.values()

@@ -39,8 +39,8 @@ class RewardModel:
         longest: maximum length of a batch row that the reward model can read, in tokens; None for no limit.
         pad: id of the padding token. The reward model scores a row at the row's last non-padding token, as the library
             transformers does.
-        max_tokens: maximum number of tokens in one forward pass. If a row of the batch has more tokens than
-            `max_tokens`, the length of the longest row is the maximum for this batch.
+        max_tokens: maximum number of tokens in one forward pass. If a row of a batch has more tokens than `max_tokens`,
+            a forward pass may have as many tokens as the longest row of the batch.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class RewardModel:
     async def scores(self, samples: Sequence[tuple[Prompt, str]]) -> list[float | str]:
         """Score each pair of a prompt and a response text with the reward model.
 
-        If several samples have the same token ids, their score is computed only once. For this reason, two identical
-        answers to the same prompt in one call of `scores` get exactly the same score.
+        If several samples have the same token ids, their score is computed only once, so identical answers to the same
+        prompt in one call of `scores` get exactly the same score.
 
         Returns:
             For each sample, the sample's score, or a text that says why the sample has no score.

@@ -145,8 +145,8 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
         raise
     except BaseException as error:
         # Every exception except KeyboardInterrupt becomes a RewardError, even a SystemExit, which would otherwise end
-        # the run silently. The user's aggregation function may also return an object that raises an exception when its
-        # shape, type or values are read.
+        # the run silently. Even if the user's aggregation function returns an object without an error, the object may
+        # raise an exception when its shape, type or values are read.
         raise _aggregation_error(path, f"raised {described(error)}") from error
     if totals is None:
         raise _aggregation_error(
@@ -167,8 +167,8 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
 def _aggregation_error(path: str, what: str) -> RewardError:
     """Return a RewardError for a failed aggregation function of the user; `what` describes the failure.
 
-    The attribute `repairable` of the error is set to the name of the user's function. The user may repair the file that
-    contains the aggregation function, and then resume the run.
+    The attribute `repairable` of the RewardError is set to the result of `source_name`, which names the aggregation
+    function and its file. The user may repair the file that contains the aggregation function, and then resume the run.
     """
     error = RewardError(f"reward.aggregation={path} {what}")
     error.repairable = source_name("reward.aggregation", path)
@@ -178,7 +178,8 @@ def _aggregation_error(path: str, what: str) -> RewardError:
 def _numbers_by_row(returned: object, rows: int) -> Tensor | None:
     """Convert the result of a user's aggregation function to a float32 tensor (rows,) on the CPU.
 
-    Return None unless the result is a tensor (rows,) whose values are NaN or real numbers in float32's range.
+    Return None if the result is not a tensor (rows,), or if a value of the tensor is neither NaN nor a real number in
+    float32's range.
     """
     if not isinstance(returned, Tensor) or returned.shape != (rows,) or returned.is_complex():
         return None
@@ -220,10 +221,10 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
     With `suppress_truncated`, a truncated answer gets the lower of two scores: its own score, and the score that the
     answer would have if every reward function and reward model had given 0. The length penalty is subtracted after the
     scores of truncated answers are lowered, so the length penalty also applies to truncated answers. The length reward,
-    whose weight is `group_length_weight`, is added last. The length penalty and the length reward count only the
-    sampled tokens of an answer and not the tokens of observations. The lowered scores of truncated answers affect only
-    estimators with a critic. Estimators without a critic skip truncated answers, because truncated answers are excluded
-    from the score statistics.
+    multiplied by `group_length_weight`, is added to the score after the length penalty. The length penalty and the
+    length reward count only the sampled tokens of an answer and not the tokens of observations. The scores that
+    `suppress_truncated` lowers affect only advantage estimators with a critic. Estimators without a critic skip
+    truncated answers, because truncated answers are excluded from the score statistics.
     """
     algorithm, shaping, cut = config.algorithm, config.algorithm.reward_shaping, truncated_rows(batch)
     components, uid, counted = batch.batch["reward_components"], batch.batch["uid"], in_statistics(batch, algorithm)
@@ -311,11 +312,11 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
     how these scores are combined. Shaping, normalisation and the length penalty do not affect the outcome, so wrong
     answers of different lengths have the same outcome.
 
-    If `reward.aggregation` names a user's function, the function receives all reward components, and the returned score
-    of an answer is the answer's outcome. Some advantage estimators read the scores of each reward function and model
-    separately. With an estimator that reads separate scores, two answers have the same outcome only if their scores are
-    equal for every function and model that has `outcome` set. `flat_rows` ignores rows that are excluded from the
-    statistics.
+    If `reward.aggregation` names a user's function, the function receives all reward components, and the score that the
+    function returns for an answer is the answer's outcome. Some advantage estimators read the scores of each reward
+    function and model separately. With an estimator that reads separate scores, two answers have the same outcome only
+    if their scores are equal for every function and model that has `outcome` set. `flat_rows` ignores rows that are not
+    valid, and rows whose truncated answer is excluded from the score statistics.
     """
     uid, counted, components = (
         batch.batch["uid"],

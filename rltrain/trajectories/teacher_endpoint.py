@@ -116,7 +116,8 @@ class TeacherEndpoint:
                 "installed; install it, or vLLM, which depends on it"
             ) from None
         name = self.teacher.api_key_env
-        # If the key were None, the client would use the environment variable OPENAI_API_KEY.
+        # If `api_key_env` is not set, the API key is "none", because for the API key None the client would use the
+        # environment variable OPENAI_API_KEY.
         key = os.environ.get(name, "") if name else "none"
         if not key:
             raise ConfigError(
@@ -210,7 +211,8 @@ def _difference(tokenizer: Any, entries: list[Any], ids: Sequence[int]) -> str:
     """
     for entry, token in zip(entries, ids[1:], strict=False):
         own, theirs = tokenizer.decode([token]).strip(), _of_token(entry, token).get("decoded_token")
-        # Some versions of vLLM return the token's vocabulary entry, in which a special character stands for a space.
+        # Instead of a token's text, some versions of vLLM return the token's vocabulary entry, in which a special
+        # character, such as U+2581, stands for a space.
         bare = theirs.lstrip("\u0120\u2581 ").strip() if isinstance(theirs, str) else own
         if _PLAIN.fullmatch(own) and bare != own:
             return f"token {token} is {own!r} for the policy and {bare!r} for the endpoint"

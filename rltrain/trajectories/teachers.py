@@ -106,9 +106,9 @@ class Teacher:
             prompts: the policy's prompts of the rows in `rows`, in the same order.
 
         Returns:
-            A batch of the teacher's columns and a list of texts, both with one entry for each row in `rows`. If the
-            teacher could not score a row, the list contains the reason for this row; for a scored row, the list
-            contains "". The teacher's columns are undefined in a row that was not scored.
+            A batch with the teacher's columns, and a list of reasons why the teacher could not score a row. The batch
+            and the list have one entry for each row in `rows`. The reason of a row that the teacher has scored is "".
+            The teacher's columns are undefined in a row that was not scored.
         """
         if self.prompts is None and self.group is not None:
             return await self._on_ranks(self.group, batch, rows), [""] * len(rows)
@@ -119,12 +119,12 @@ class Teacher:
         return await self._at_endpoint(seen, why)
 
     def _in_context(self, own: DataProto, prompts: Sequence[Prompt]) -> tuple[DataProto, list[str]]:
-        """Replace the policy's prompts with the teacher's prompts.
+        """Replace the policy's prompts in the batch `own` with the teacher's prompts, if the teacher has a template.
 
         Returns:
-            The batch `own` with the teacher's prompts, and for each row the reason why the teacher cannot score the
-            row; the reason is "" for a row that the teacher can score. A row that the teacher cannot score keeps the
-            policy's prompt.
+            The batch with the prompts that the teacher reads, and a list that contains for each row the reason why the
+            teacher cannot score the row, or "" for a row that the teacher can score. If the teacher's prompt of a row
+            cannot be made, the row keeps the policy's prompt.
         """
         if self.prompts is None:
             return own, several_contexts(own)
@@ -262,14 +262,15 @@ def number_of(named: Any, config: DistillationConfig, place: str) -> int:
 
 
 def merged(batch: DataProto, found: Sequence[tuple[list[int], DataProto]]) -> Columns:
-    """Merge the columns of all teachers into columns (N, ...) of the whole batch.
+    """Merge the columns of all teachers into columns (N, ...) for the N response tokens of the whole batch.
 
-    Each teacher has scored some of the rows of the batch. If teachers differ in the width of their hidden states, the
-    hidden states are padded with zeros to the largest width.
+    Each row of the batch is assigned to one teacher. The columns of a teacher contain only the rows that are assigned
+    to the teacher. If teachers differ in the width of their hidden states, the hidden states are padded with zeros to
+    the largest width.
 
     Args:
         batch: the batch whose rows the teachers have scored.
-        found: for each teacher, the indices of the rows that the teacher has scored, in ascending order, and the
+        found: for each teacher, the indices of the rows that are assigned to the teacher, in ascending order, and the
             columns that the teacher has computed for these rows.
     """
     lengths = batch.lengths("responses")

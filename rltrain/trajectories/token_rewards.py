@@ -123,9 +123,10 @@ def assign_rewards(
     from the token's reward. The scores in `token_level_rewards` include reward shaping and, if configured,
     normalisation.
 
-    `assign_rewards` also sets the column `valid` to False in rows that are excluded from the statistics because the
-    answer was cut at the length limit. The score of a row that is excluded from the statistics is shaped and normalised
-    in the same way as the scores of all other rows.
+    If the config excludes answers that were cut at the length limit from the score statistics (means and standard
+    deviations), `assign_rewards` sets the column `valid` to False in the rows of these answers. The score of a
+    truncated answer that is excluded from the score statistics is still shaped and normalised like the scores of all
+    other rows.
 
     Returns:
         The batch with the columns `token_level_rewards` and `valid`, and metrics of the rewards.
@@ -159,7 +160,7 @@ def assign_rewards(
 def penalize_kl(
     batch: DataProto, config: KLInRewardConfig, controller: FixedKLController
 ) -> tuple[DataProto, dict[str, float]]:
-    """Subtract from each token's reward the KL from the reference model, times the controller's coefficient.
+    """Subtract from each token's reward the actor's KL from the reference model, times the controller's coefficient.
 
     The controller of the KL coefficient is updated with the mean KL per trained token.
     """
@@ -167,9 +168,9 @@ def penalize_kl(
         return batch, {}
     mask, estimator = batch.padded("response_mask"), config.kl_estimator
     if config.full:
-        # `apply_kl_in_reward` expects the old log-probs and the reference log-probs. The KL estimator k1 subtracts the
-        # reference log-probs from the old log-probs. Therefore k1 returns the exact KL if the exact KL is passed in
-        # place of the old log-probs, and 0 in place of the reference log-probs.
+        # `apply_kl_in_reward` expects the old log-probs and the reference log-probs. The KL estimator k1 subtracts
+        # the reference log-probs from the old log-probs. The exact KL is passed in place of the old log-probs, and 0
+        # in place of the reference log-probs, so that k1 returns the exact KL.
         old = batch.padded("full_kl")
         ref, estimator = torch.zeros_like(old), "k1"
     else:
@@ -187,11 +188,11 @@ def penalize_kl(
 def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     """Return the batch on which the critic computes the state values.
 
-    With `bootstrap_truncated`, the critic also computes the value of the state after the last token of each answer that
-    was cut at the length limit. The critic's value of a token is the value of the state before the token, and the
-    critic does not read the last token of a row. With `bootstrap_truncated`, one arbitrary token is appended to each
-    truncated answer, so that the critic reads the answer's last token. The critic's value of a token that was appended
-    to a truncated answer is the value of the state after the answer's last token.
+    With `bootstrap_truncated`, the critic computes, besides the values of the response tokens, the value of the state
+    after the last token of each answer that was cut at the length limit. The critic's value of a token is the value of
+    the state before the token, and the critic does not read the last token of a row. With `bootstrap_truncated`, one
+    arbitrary token is appended to each truncated answer, so that the critic reads the answer's last token. The critic's
+    value of a token that was appended to a truncated answer is the value of the state after the answer's last token.
     """
     if not algorithm.bootstrap_truncated:
         return batch
@@ -211,8 +212,8 @@ def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmC
     """Add the critic's values to `batch` as the column `values`.
 
     `found` contains the values that the critic has computed on the batch returned by `states_to_value`. With
-    `bootstrap_truncated`, `with_critic_values` also adds the column `bootstrap_values` (B,): the value of the state in
-    which an answer was cut, and 0 for answers that were not cut.
+    `bootstrap_truncated`, `with_critic_values` adds a second column, `bootstrap_values` (B,): the value of the state in
+    which an answer was cut at the length limit, and 0 for answers that were not cut.
     """
     if not algorithm.bootstrap_truncated:
         return batch.union(found)
@@ -240,15 +241,15 @@ def estimate_advantages(
     With `monte_carlo`, the estimator's returns are replaced by Monte-Carlo returns, which are the discounted sums of
     future rewards. During the critic's warm-up, the critic is trained on Monte-Carlo returns.
 
-    If configured, the advantages are normalised, combined with the log-ratios of the teachers, and then clamped to
-    [-c, c], with c = `advantage_clip`. Normalisation, log-ratios of the teachers and clamping do not change the
+    If configured, the advantages are normalised, then changed by `with_distillation`, and then clamped to [-c, c],
+    with c = `advantage_clip`. Normalisation, distillation and clamping change only the advantages and not the
     returns.
 
     With `bootstrap_truncated`, gamma times `bootstrap_values` is added to the reward of each row's last trained token
     before the estimator runs. With `bootstrap_truncated`, GAE's TD error of a row's last token is delta = r + gamma
     V(end) - V (arXiv 1712.00378). In the TD error, r is the reward of the token, V(end) is the value of the state after
-    the token, and V is the value of the state before the token. The column `token_level_rewards` of the returned batch
-    is unchanged.
+    the token, and V is the value of the state before the token. The batch that `estimate_advantages` returns contains
+    the original rewards in the column `token_level_rewards`, without the added term gamma times `bootstrap_values`.
 
     Returns:
         The batch with the columns `advantages` and `returns`, and metrics of the advantages.
@@ -291,10 +292,11 @@ def estimate_advantages(
 def with_distillation(
     batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig
 ) -> tuple[Tensor, dict[str, float]]:
-    """Multiply the advantages (B, T) by `outcome_coef`, and add the log-ratios of the teachers if configured.
+    """Multiply the advantages (B, T) by `outcome_coef`, and add the log-ratio of teacher to policy if configured.
 
-    The log-ratios are added if `algorithm.distillation.mode` is `reward`. If `algorithm.distillation.mode` is None, the
-    advantages are returned unchanged.
+    If `algorithm.distillation.mode` is `reward`, the log-ratio log(pi_teacher / pi_old) times `coef` is added to the
+    advantage of each token that a teacher has scored. If `algorithm.distillation.mode` is None, the advantages are
+    returned unchanged.
 
     Returns:
         The resulting advantages, and metrics of the KL from the policy to the teachers, estimated from the sampled

@@ -32,7 +32,7 @@ class Talk:
 def measure(folder: Path) -> tuple[int, int]:
     """Return the number of context tokens in all turns but the first, and the number of them in the cache."""
     from rltrain.settings.compose import compose
-    from workers.environments.engines import LocalConnection, Replica
+    from workers.environments.engines import LocalConnection, ReplicaClient
     from workers.environments.episode import run_episode
     from workers.environments.messages import EpisodeRequest, Limits
     from workers.environments.user_environment import UserEnvironment
@@ -68,7 +68,7 @@ def measure(folder: Path) -> tuple[int, int]:
     limits = Limits(TURNS, 400, 3000, 1000, 100, 60.0, 600.0)
 
     async def converse() -> None:
-        replica = Replica(LocalConnection(worker), "benchmark")
+        replica = ReplicaClient(LocalConnection(worker), "benchmark")
         requests = [
             EpisodeRequest((uid, 0), [{"role": "user", "content": f"{uid}: {QUESTION}"}], {}, temperature=1.0, seed=uid)
             for uid in range(CONVERSATIONS)

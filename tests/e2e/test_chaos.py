@@ -6,7 +6,7 @@ import pytest
 from tests.chaos.runs import ASYNCHRONOUS, run, start, usual
 from tests.chaos.strikes import named
 
-STRIKES = named(["gcs_server:update_actor:KILL"])
+STRIKES = named(["gcs_server:update_actor:KILL", "reference:ref_log_probs:STOP", "reference:generate:KILL"])
 BROAD = named(
     ["actor:update_actor:KILL", "driver:checkpoint:KILL", "rollout:generate:KILL", "reward:generate:KILL",
      "actor:sync_weights:STOP", "driver:start:KILL"]

@@ -20,8 +20,8 @@ async def in_daemon_thread(function: Callable[[], Any]) -> Any:
     Raises:
         RuntimeError: `function` raised StopIteration, or an exception such as SystemExit that is no subclass of
             Exception.
-        Exception: `function` raised a subclass of Exception other than StopIteration. The caller of `in_daemon_thread`
-            gets the same exception.
+        Exception: `function` raised a subclass of Exception other than StopIteration. `in_daemon_thread` raises the
+            exception that `function` raised.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -46,7 +46,9 @@ async def in_daemon_thread(function: Callable[[], Any]) -> Any:
         except BaseException as raised:
             error = RuntimeError(described(raised))
         thread_ends()
-        with contextlib.suppress(RuntimeError):  # The caller's event loop may already be closed.
+        # If the caller's event loop is already closed, `call_soon_threadsafe` raises RuntimeError, and the result of
+        # `function` is dropped.
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, result, error)
 
     start_thread(threading.Thread(target=run, name="daemon thread", daemon=True))

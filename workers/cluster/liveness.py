@@ -25,7 +25,8 @@ from workers.cluster.progress import Process
 from workers.cluster.ray_daemons import Daemons
 
 _NAMED = 3  # A message names at most 3 of the processes whose results the driver awaits.
-PROCESSES, STACKS = "processes.json", "stacks"  # file with the process table, folder with the stack traces
+# Names, in the run's output folder, of the file with the table of processes and of the folder with the stack traces.
+PROCESSES, STACKS = "processes.json", "stacks"
 LOOK_EVERY_S = 1.0
 STOPPED_S = 3.0  # Seconds after which a stopped process (SIGSTOP) counts as dead.
 _PROOF_S = 2.0  # Seconds to wait, after a call has failed, for evidence that a process's death caused the failure.
@@ -57,7 +58,7 @@ class WatchedProcess:
         self.identity: Process | None = None
         self.how_lost = ""
         self.sight: Sight | None = None
-        self.seen_at = time.monotonic()  # time of the last observation
+        self.seen_at = time.monotonic()  # time of the last observation of the process
         self.moved = time.monotonic()  # time of the last observation that showed progress of the process
         self.stopped_at: float | None = None
         self._changes = changes or Changes()
@@ -184,7 +185,7 @@ class Liveness:
         self._exits.notify()
 
     def waited_for(self) -> str:
-        """Return the names of the busy processes whose results the driver awaits; "" if there is no such process."""
+        """Return the names of the busy processes whose results the driver awaits; "" if it awaits no busy process."""
         awaited = dict.fromkeys(process for scope in self.scopes for process in scope.processes)
         names = [str(process) for process in awaited if process.busy]
         more = [f"{len(names) - _NAMED} more processes"] if len(names) > _NAMED else []
@@ -266,7 +267,7 @@ class Liveness:
             return [""] * len(processes)
 
     async def _observe_all(self) -> None:
-        """Observe the Ray daemons and the run's processes on this machine until this background task is cancelled."""
+        """Observe Ray's daemons and the run's processes on the driver's machine until this task is cancelled."""
         with contextlib.closing(self._exits):
             for pid in self.daemons.local_pids():
                 self._exits.add(pid)
@@ -433,7 +434,10 @@ class ProgressScope:
             raise self.failure.result()
 
     def _unseen_since(self, due: float) -> bool:
-        """Return whether a process on another node was last seen before time `due`; False if `failure` has an error."""
+        """Return whether a process on another machine than the driver's has not been observed since the time `due`.
+
+        Return False if `failure` already contains an error.
+        """
         if self.liveness is None or self.failure is None or self.failure.done():
             return False
         here = self.liveness.here
@@ -480,7 +484,7 @@ def _unnoticed() -> bool:
 
 
 def _node_lives(node: str) -> bool:
-    """Return whether Ray counts a node as alive, and the node's raylet does not refuse connections.
+    """Return True if Ray counts a node as alive and the node's raylet does not refuse connections, else False.
 
     Ray counts a node as alive for some time after its raylet has died, although all workers of the node have ended.
     """

@@ -1,6 +1,6 @@
 """Facts about the nodes of a Ray cluster, from which the driver decides whether a run can use the nodes.
 
-The driver starts one Ray task on every node at the same time. Each task returns the facts about its node.
+The driver starts one Ray task on every node at the same time. Each Ray task returns the facts about its node.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ class Questions:
     """Additional facts that the driver requests from each node of a run.
 
     Attributes:
-        paths: Maps the description of a file or folder, such as "model.path=/models/a", to its path. The file or folder
-            must have the same content on all nodes.
+        paths: Maps the description of a file or folder, such as "model.path=/models/a", to its path. Every file or
+            folder in `paths` must have the same content on all nodes.
         probes: Maps the description of a folder that all nodes must share to the path of a file that the driver has
             just written in this folder.
         disks: Maps the description of a folder to the path of an existing folder on the same disk.
@@ -226,8 +226,8 @@ def facts_of_nodes(questions: Questions, timeout_s: float) -> tuple[list[NodeFac
     Returns:
         A tuple (facts, silent, seconds). `facts` lists the facts about each node that replied, beginning with the
         driver's own node. `silent` lists the nodes that did not send their facts. `seconds` is the time from the first
-        request to the last reply. Even if the clocks of all nodes agree, the `NodeFacts.clock` values of two nodes can
-        differ by up to `seconds`, because the nodes reply at different times.
+        request until all nodes have replied or the timeout has passed. Even if the clocks of all nodes agree, the
+        `NodeFacts.clock` values of two nodes can differ by up to `seconds`, because the nodes reply at different times.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -53,7 +53,7 @@ def settings_here(sharing: Sharing) -> dict[str, str]:
     address = ray.util.get_node_ip_address()
     interface = interface_of(address)
     network = {_ADDRESS: address} | (dict.fromkeys(_INTERFACES, interface) if interface else {})
-    # An interface or address that the user has set in this node's environment takes precedence.
+    # If one of the variables in `network` is already set in this node's environment, the existing value is kept.
     network |= {name: os.environ[name] for name in network if name in os.environ}
     return network | openmp_settings(sharing.threads_on(resources.get(sharing.resource, 0.0)))
 
@@ -61,9 +61,8 @@ def settings_here(sharing: Sharing) -> dict[str, str]:
 def own_address() -> str:
     """Return the address at which the processes of other machines reach this process.
 
-    The address belongs to the network interface of gloo (GLOO_SOCKET_IFNAME). If `GLOO_SOCKET_IFNAME` names no
-    interface with an IPv4 address, or if the interface has the node's address in the Ray cluster, the node's address in
-    the Ray cluster is returned.
+    `own_address` returns the address of this process's node in the Ray cluster, or the first IPv4 address of gloo's
+    network interface (`GLOO_SOCKET_IFNAME`) if the interface has IPv4 addresses but not the node's address.
     """
     import ray
 

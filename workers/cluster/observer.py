@@ -23,8 +23,8 @@ class Sight:
     Attributes:
         state: State of the process, as returned by `progress.state_of`.
         ticks: Number of `progress.tick` calls in the process so far.
-        calls: Number of running calls (blocks in `with progress.call()`) for which the process itself works. `calls`
-            does not count calls that wait for other processes.
+        calls: Number of calls (blocks in `with progress.call()`) that run in the process, without the calls that are
+            waiting for other processes.
     """
 
     state: str
@@ -81,7 +81,7 @@ def _sight(process: Process) -> Sight:
 
 def _signal(process: Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if state_of(process.pid, process.began):  # a newer process may have the same pid and must not get the signal
+        if state_of(process.pid, process.began):  # do not signal a later process that has the same pid
             os.kill(process.pid, number)
 
 

@@ -31,7 +31,8 @@ def adopt_orphans(adopt: bool = True) -> None:
 def end_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent process, which has the pid `parent`, ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the call of `_prctl`
+    # If the parent ended before the call of `_prctl`, the kernel sends no signal to this process.
+    if os.getppid() != parent:
         os._exit(1)
 
 
@@ -58,7 +59,7 @@ def has_children() -> bool:
 def descendants(pid: int, *, spare: Collection[int] = ()) -> list[int]:
     """Return the pids of all descendants of `pid`, parents first, except the pids in `spare` and their descendants."""
     found = [pid]
-    for parent in found:  # the loop also visits the pids that its body appends to `found`
+    for parent in found:  # pids that are appended to `found` during the loop are visited too
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
             with contextlib.suppress(OSError):
                 found += [child for child in map(int, children.read_text("utf-8").split()) if child not in spare]

@@ -101,12 +101,12 @@ class Pending(Generic[R]):
 class Shared:
     """Selected rows and columns of a batch, passed to a call as several parts that are in Ray's object store.
 
-    A worker process that receives a `Shared` argument joins the parts into one batch with the function `joined_rows`.
+    A worker process that receives a `Shared` argument joins the parts of the batch with the function `joined_rows`.
 
     Attributes:
         references: Ray references to the parts of the batch, each of which is itself a batch.
-        rows_of_parts: For each part of the batch, the indices in the whole batch of the rows that the part contains.
-        rows: Indices in the whole batch of the rows that the called method receives.
+        rows_of_parts: For each part of the batch, the indices that the part's rows have in the whole batch.
+        rows: The rows that the called method receives, as row indices of the whole batch.
         columns: Names of the columns that the called method receives.
     """
 
@@ -116,7 +116,7 @@ class Shared:
     columns: Sequence[str]
 
     def as_batch(self) -> DataProto:
-        """Return this object, cast to `DataProto` so that type checkers accept it as a `DataProto` argument."""
+        """Return `self`, cast to `DataProto` so that type checkers accept `self` as a `DataProto` argument."""
         return cast(DataProto, self)
 
     @property
@@ -178,7 +178,10 @@ class LocalProcess:
         return Pending(self, None)
 
     def model_directory(self, path: str) -> Pending[str]:
-        """Find or download the model, and return after the download. See `WorkerProcess.model_directory`."""
+        """Look up a model's directory on this machine, and return only after a missing model was downloaded.
+
+        See `WorkerProcess.model_directory`.
+        """
         return Pending(self, self.host.model_directory(path))
 
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
@@ -201,7 +204,7 @@ class LocalProcess:
         return value
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
-        """Wait for `awaitable` without a check for lost processes: the driver cannot outlive its own process."""
+        """Wait for `awaitable` without checking for a lost process, because the driver itself is this process."""
         return await awaitable
 
     def lose(self, how: str) -> None:
@@ -235,9 +238,9 @@ class RayProcess(WatchedProcess):
         return Pending(self, getattr(self.actor, method.__name__).remote(*args, **kwargs))
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> Pending[None]:
-        """Start to create an object in the process. See `WorkerProcess.build`.
+        """Start creating an object of the class `path` in this worker process. See `WorkerProcess.build`.
 
-        `path` is the import path of the object's class.
+        The argument `path` has the form "module:Class".
         """
         self.phase = f"{role}.build"
         return Pending(self, self.actor.build.remote(role, path, *args, **kwargs))
@@ -392,8 +395,8 @@ def _where(scope: ProgressScope, error: Exception) -> str:
 
     Args:
         scope: The `ProgressScope` in which the name of the call's process is looked up.
-        error: The `RayTaskError` of the failed call. The process in which the call failed is named only in the text of
-            the error. If a call failed because a call in another process had failed, the text of the error names both
+        error: The `RayTaskError` of the failed call. Only the text of a `RayTaskError` names the process in which a
+            call failed. If a call failed because a call in another process had failed, the text of the error names both
             processes. The process that is named last in the text of the error is the process whose call failed first.
     """
     actors = {one.actor._actor_id.hex(): one.name for one in scope.processes if isinstance(one, RayProcess)}

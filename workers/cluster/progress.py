@@ -114,7 +114,7 @@ def call() -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Mark this process as not busy while a call waits, in the `with` block, for the work of other processes.
+    """Mark this process as not busy while the `with` block runs, in which a call waits for other processes.
 
     A process that only waits for other processes cannot be the reason why a run makes no progress.
     """
@@ -129,7 +129,7 @@ def waiting() -> Iterator[None]:
 
 
 def began_of(pid: int) -> int | None:
-    """Return a process's start time in clock ticks since the machine's boot, or None if there is no such process."""
+    """Return a process's start time in clock ticks since the machine's boot, or None if no process has the id `pid`."""
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 

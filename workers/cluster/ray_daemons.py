@@ -25,7 +25,9 @@ from workers.cluster.progress import began_of, state_of
 logger = logging.getLogger(__name__)
 
 GCS, RAYLET = "gcs_server", "raylet"
-GRACE_S = 40.0  # seconds to finish the training step after gcs_server has died; Ray ends the driver after 60 s
+# After the death of gcs_server, the run has GRACE_S seconds to finish the current training step. GRACE_S is below the
+# 60 seconds after which Ray ends the driver.
+GRACE_S = 40.0
 # Times in seconds for checks of a remote gcs_server: _ASK_EVERY_S is the interval between connection attempts, and
 # _ANSWER_S is the timeout of one attempt. A remote gcs_server counts as dead after _SILENT_S seconds without a
 # successful connection.
@@ -96,7 +98,7 @@ class RemoteDaemon:
         return self.silent_since is not None and now >= self.silent_since + _SILENT_S
 
     def _look_at(self, connection: socket.socket, now: float) -> None:
-        """Record whether a connection attempt has succeeded, has failed or has timed out."""
+        """Record the result of a connection attempt as soon as the attempt has succeeded, failed or timed out."""
         settled = bool(select.select([], [connection], [], 0)[1])
         if not settled and now < self.asked + _ANSWER_S:
             return

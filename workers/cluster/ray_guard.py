@@ -32,7 +32,7 @@ _LAST_WORDS = 4096  # Number of bytes to read from the end of the driver's Ray l
 _ENDED_BY_RAY = ("Terminate the process", "The program will terminate")
 
 
-class Guard:
+class RayGuard:
     """The driver's handle to the guard process.
 
     Args:
@@ -86,7 +86,7 @@ class Guard:
             self.process.wait(_CLOSE_S)
 
     def _write(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the guard process may have been killed
+        with contextlib.suppress(OSError):  # writing to the pipe fails if the guard process was killed
             self._pipe.write(json.dumps(message).encode() + b"\n")
             self._pipe.flush()
 
@@ -114,19 +114,20 @@ def serve(driver: int, mark: str) -> None:
 
 
 def _wait(driver: int) -> dict[str, Any]:
-    """Wait until the driver calls `Guard.close` or dies.
+    """Wait until the driver calls `RayGuard.close` or dies.
 
     Return all messages from the driver, merged into one dictionary.
     """
     heard: dict[str, Any] = {"goodbye": False, "session": "", "daemons": []}
     poll = select.poll()
     poll.register(0, select.POLLIN)
-    # The pidfd shows that the driver has ended even if a child of the driver still holds the pipe open.
+    # The pidfd shows the end of the driver even if a child of the driver keeps the pipe from the driver to the guard
+    # process open.
     with contextlib.suppress(OSError, AttributeError):
         poll.register(os.pidfd_open(driver), select.POLLIN)
     content = b""
     while not heard["goodbye"]:
-        # if the driver is dead, read the remaining bytes of the pipe without waiting
+        # if the driver is dead, read the bytes that are still in the pipe, without waiting for more bytes
         ready = poll.poll(None if os.getppid() == driver else 0)
         if not any(descriptor == 0 for descriptor, _ in ready):
             break

@@ -8,13 +8,14 @@ from rltrain.base.errors import WorkerError
 
 
 class SharedDevices:
-    """Reservation of GPUs for a run. Each GPU is one bundle of the same Ray placement group.
+    """Reservation of GPUs for a run.
 
-    Without a placement group, Ray could put two engines or two training ranks on the same GPU, because Ray serves
-    requests for half a GPU in their order of arrival.
+    A Ray placement group reserves the GPUs, with one bundle for each GPU. Without a placement group, Ray could put two
+    engines or two training ranks on the same GPU, because Ray serves requests for half a GPU in their order of arrival.
 
     Args:
-        count: Number of GPUs to reserve. The GPUs of one machine have consecutive numbers.
+        count: Number of GPUs to reserve. The reserved GPUs are numbered from 0, so that the GPUs of one machine have
+            consecutive numbers.
         cpus: Total number of CPUs that the processes on one GPU need.
         limit_s: Seconds within which the GPUs must become free.
 

@@ -32,8 +32,8 @@ class Join:
     """Rule for joining several arguments of a call, which are parts of a batch, into one argument.
 
     Attributes:
-        rows_of_parts: One array for each part of the batch. The array holds the indices, in the whole batch, of the
-            rows of the part.
+        rows_of_parts: For each part of the batch, an array with the indices that the rows of the part have in the whole
+            batch.
         rows: Indices, in the whole batch, of the rows that the called method receives.
         columns: Names of the columns that the called method receives.
     """
@@ -69,8 +69,8 @@ class Host:
     Args:
         environment: Environment variables to set before any large package, such as torch, is imported.
         verbose: Whether libraries may print log messages below the level of errors.
-        sharing: How processes share the cores of a node of a cluster. If `sharing` is None, the process gets no
-            node-specific environment variables.
+        sharing: How many processes share the CPU cores of a node. If `sharing` is None, the process gets no environment
+            variables whose values depend on the node.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ def keep_freed_memory() -> None:
     Each page of memory that glibc returns to the system costs a page fault when the page is used again. With glibc's
     default settings, page faults took a third of the time of a small model's forward pass.
     """
-    with contextlib.suppress(OSError, AttributeError):  # Some systems have no glibc.
+    with contextlib.suppress(OSError, AttributeError):  # On a system without glibc, nothing is done.
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         for option, size in ((_TRIM_THRESHOLD, 1 << 30), (_MMAP_THRESHOLD, 32 << 20), (_TOP_PAD, 64 << 20)):
             mallopt(option, size)
@@ -200,7 +200,7 @@ def return_freed_memory() -> None:
     Writing a checkpoint temporarily needs as much memory as the training state. `return_freed_memory` is called after a
     checkpoint has been written, because glibc would keep most of the freed memory for later allocations.
     """
-    with contextlib.suppress(OSError, AttributeError):  # Some systems have no glibc.
+    with contextlib.suppress(OSError, AttributeError):  # On a system without glibc, nothing is done.
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 

@@ -179,7 +179,7 @@ def _json(value: Mapping[str, Any], status: int = 200) -> "web.Response":
 
 
 async def _streamed(http: "web.Request", events: Iterator[Event], *, end: str = "") -> "web.StreamResponse":
-    """Stream `events` to the client as server-sent events, followed by the text `end`."""
+    """Stream `events` to the client as server-sent events, and then send the text in `end`."""
     from aiohttp import web
 
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

@@ -22,7 +22,7 @@ from rltrain.rewards.loading import import_function
 from workers.cluster.daemon_threads import in_daemon_thread
 from workers.environments.agent_endpoint import MODEL, AgentEndpoint
 from workers.environments.agent_session import AgentSession
-from workers.environments.episode import Samples, environment_seed
+from workers.environments.episode import Sampler, environment_seed
 from workers.environments.messages import EpisodeRequest, Limits
 from workers.environments.recording import with_attempts
 from workers.environments.user_environment import raised_at, without_exit
@@ -38,7 +38,7 @@ CANCEL_S = 5.0  # Maximum time in seconds to wait until a cancelled agent progra
 
 
 @dataclass(frozen=True)
-class Task:
+class AgentTask:
     """Input that an agent program gets for one conversation.
 
     Attributes:
@@ -59,7 +59,7 @@ class Task:
 class Program(Protocol):
     """Interface of an agent program."""
 
-    async def run(self, task: Task) -> Any:
+    async def run(self, task: AgentTask) -> Any:
         """Run the program until it ends, and return the reward of the conversation or None.
 
         Raises:
@@ -73,8 +73,8 @@ class FunctionProgram:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
-    async def run(self, task: Task) -> Any:
-        """Call the function with the arguments that its signature names."""
+    async def run(self, task: AgentTask) -> Any:
+        """Call the function with the arguments that its signature names, or with all if it takes `**kwargs`."""
         offered = {"base_url": task.base_url, "api_key": task.api_key, "model": MODEL, "seed": task.seed}
         offered |= {"messages": [dict(message) for message in task.messages]}
         arguments = arguments_of(self.function, dict(task.columns) | offered)
@@ -95,7 +95,7 @@ class CommandProgram:
     def __init__(self, command: str) -> None:
         self.words = shlex.split(command)
 
-    async def run(self, task: Task) -> None:
+    async def run(self, task: AgentTask) -> None:
         """Run the command.
 
         Raises:
@@ -142,18 +142,18 @@ def program_of(agent: str) -> Program:
 
 
 async def run_agent(
-    request: EpisodeRequest, engine: Samples, program: Program, endpoint: AgentEndpoint, limits: Limits
+    request: EpisodeRequest, engine: Sampler, program: Program, endpoint: AgentEndpoint, limits: Limits
 ) -> Trajectory:
     """Run one trajectory of an agent program, and return the trajectory.
 
-    If the program fails, the trajectory starts again with another API key. If all attempts fail, the returned
-    trajectory has an error and no actions.
+    If the program fails, the trajectory starts again with another API key. If the program fails in all attempts,
+    `run_agent` returns a trajectory with an error and no actions.
     """
 
     async def attempt() -> Trajectory:
         session = AgentSession(request, engine, limits)
         url = await endpoint.base_url()
-        task = Task(url, session.key, request.messages, request.columns, environment_seed(request))
+        task = AgentTask(url, session.key, request.messages, request.columns, environment_seed(request))
         with endpoint.open(session):
             stop_reason, reward = await _ended(program, task, session)
         if not session.record.turns:
@@ -176,18 +176,19 @@ def _reward_of(returned: Any, session: AgentSession) -> float | None:
     return None
 
 
-async def _ended(program: Program, task: Task, session: AgentSession) -> tuple[str, float | None]:
+async def _ended(program: Program, task: AgentTask, session: AgentSession) -> tuple[str, float | None]:
     """Run a program until the program ends or exceeds its time limit, and return the stop reason and the reward.
 
-    If the program fails after the session has refused a request because of a limit, the program's failure is ignored.
+    A refused request can make a program fail. If the program fails after its last request was refused because of a
+    limit, such as `rollout.max_turns`, the failure is ignored.
 
     Raises:
         EnvironmentFailure: the agent program has failed.
         Exception: the engine can sample no further answer; the engine's exception is raised unchanged.
     """
     running = asyncio.ensure_future(program.run(task))
-    # A program can fail after its conversation has ended. The callback reads the program's exception, because asyncio
-    # logs exceptions that no code reads.
+    # If a program fails after its conversation has ended, no code below reads the program's exception. asyncio logs an
+    # exception that no code reads, so a callback of the asyncio task reads the exception.
     running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     try:
         await asyncio.wait(

@@ -9,7 +9,7 @@ from typing import Any
 
 from rltrain.environments.openai_api import ApiError, Message, ModelAnswer, ModelRequest
 from rltrain.environments.tool_calls import BrokenCall, ParsedAction
-from workers.environments.episode import Samples, assistant_message
+from workers.environments.episode import Sampler, assistant_message
 from workers.environments.messages import EpisodeRequest, Limits
 from workers.environments.recording import Recording
 from workers.rollout.turns import TurnResult
@@ -30,10 +30,9 @@ class Answered:
     answer: ModelAnswer
 
     def begins(self, asked: ModelRequest, size: int) -> bool:
-        """Return whether the new request `asked` and this earlier request have the same tools and first messages.
+        """Return whether the requests `asked` and `self` have the same tools and the same first `size` messages.
 
-        Only the first `size` messages of the new request and of this earlier request are compared. The answer to the
-        earlier request counts as the last message of the earlier request.
+        The list `self.messages` ends with the answer to the request `self`.
         """
         same = len(asked.messages) >= size and asked.tools == self.tools
         return same and list(asked.messages[:size]) == list(self.messages[:size])
@@ -67,7 +66,7 @@ class AgentSession:
         calls: The asyncio tasks that are answering requests.
     """
 
-    def __init__(self, request: EpisodeRequest, engine: Samples, limits: Limits) -> None:
+    def __init__(self, request: EpisodeRequest, engine: Sampler, limits: Limits) -> None:
         self.engine, self.limits = engine, limits
         self.record = Recording(request, limits)
         self.key = secrets.token_urlsafe(24)
@@ -145,7 +144,7 @@ class AgentSession:
         """Return the index of the turn whose context a request continues, or None if the request starts a new context.
 
         If a request begins with the messages of several earlier conversations, the request continues the longest of
-        them. If the added messages of the request contain an answer (a message of the role assistant), the request
+        them. If a request adds an answer (a message of the role assistant) to an earlier conversation, the request
         starts a new context, because the policy did not sample this answer in the earlier conversation.
         """
         found, longest = None, 0

@@ -77,7 +77,7 @@ class RayConnection:
             raise ReplicaGone(str(error)) from error
 
 
-class Replica:
+class ReplicaClient:
     """Client of one rollout replica, through which the trajectories of an environment worker sample their actions.
 
     Requests that are made at the same time are sent together, and one task polls for the results of all requests.
@@ -133,7 +133,7 @@ class Replica:
             self._fail(error)
 
     async def _serve(self) -> None:
-        """Send requests and receive their results while any trajectory waits for a turn."""
+        """Send the unsent requests, and poll for results while any trajectory waits for the result of its request."""
         try:
             if self.unsent:
                 await self._send()
@@ -142,7 +142,7 @@ class Replica:
                     future = self.waiting.get(result.serial)
                     if future is not None and not future.done():
                         future.set_result(result)
-                await asyncio.sleep(0)  # Let the trajectories process their results before the next poll.
+                await asyncio.sleep(0)  # Let the trajectories process the received results before the next poll.
         except Exception as error:
             self._fail(error)
 

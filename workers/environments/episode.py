@@ -15,7 +15,7 @@ from workers.rollout.turns import TurnRequest, TurnResult
 _ENVIRONMENT = 1 << 32  # Seed component that separates the environment's random stream from the turns' random streams.
 
 
-class Samples(Protocol):
+class Sampler(Protocol):
     """Interface of the object that samples the actions of trajectories."""
 
     async def sample(self, request: TurnRequest) -> TurnResult:
@@ -23,12 +23,12 @@ class Samples(Protocol):
 
 
 async def run_episode(
-    request: EpisodeRequest, engine: Samples, make: Callable[[], UserEnvironment], limits: Limits
+    request: EpisodeRequest, engine: Sampler, make: Callable[[], UserEnvironment], limits: Limits
 ) -> Trajectory:
     """Run one trajectory in an environment, and return the trajectory.
 
-    If the environment fails, the trajectory starts again in a new environment. If all attempts fail, the returned
-    trajectory has an error and no actions.
+    If the environment fails, the trajectory starts again in a new environment. If all attempts to run the trajectory
+    fail, `run_episode` returns a trajectory with an error message and no actions.
     """
 
     async def attempt() -> Trajectory:
@@ -56,7 +56,7 @@ class Episode:
         limits: Limits on the turns, the tokens and the duration of the trajectory.
     """
 
-    def __init__(self, request: EpisodeRequest, engine: Samples, environment: UserEnvironment, limits: Limits) -> None:
+    def __init__(self, request: EpisodeRequest, engine: Sampler, environment: UserEnvironment, limits: Limits) -> None:
         self.request, self.engine, self.environment, self.limits = request, engine, environment, limits
         self.record = Recording(request, limits)
 
@@ -108,7 +108,8 @@ class Episode:
 
         Returns:
             Three values: the messages that respond to the action, the reward of the turn, and whether the environment
-            ended the trajectory. If the list of messages is empty, the action is the final answer.
+            ended the trajectory. If the list of messages that respond to the action is empty, the action is the final
+            answer.
         """
         if action.calls:
             return [await self._result_of(call) for call in action.calls], None, False
@@ -142,9 +143,9 @@ def transcript_message(action: ParsedAction, written: str) -> Message:
     Args:
         action: The action.
         written: Text of the action as the model wrote it. If the action has only malformed tool calls, `written` is the
-            content of the message. If the action also has well-formed tool calls, the key `tool_calls` of the message
-            lists the well-formed tool calls, and the content of the message is the action's content followed by the
-            malformed tool calls.
+            content of the message. If the action has both well-formed and malformed tool calls, the key `tool_calls` of
+            the message lists the well-formed tool calls, and the content of the message is the action's content
+            followed by the malformed tool calls.
     """
     message = assistant_message(action)
     broken = [call.text for call in action.calls if isinstance(call, BrokenCall)]
@@ -156,7 +157,7 @@ def transcript_message(action: ParsedAction, written: str) -> Message:
 
 
 def assistant_message(action: ParsedAction) -> Message:
-    """Convert an action to an assistant message, without the action's malformed tool calls."""
+    """Convert an action to an assistant message that leaves out the action's malformed tool calls."""
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in action.calls

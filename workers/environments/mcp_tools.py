@@ -20,7 +20,7 @@ def tools_of(address: str) -> list[dict[str, Any]]:
         address: URL of the server, or the command that starts the server.
 
     Raises:
-        EnvironmentFailure: the server cannot be reached. The exception's message is a single line.
+        EnvironmentFailure: the server cannot be reached. The message of the EnvironmentFailure is a single line.
     """
 
     async def listed() -> list[Any]:
@@ -60,8 +60,9 @@ class McpServer:
     def tool(self, name: str) -> Callable[..., Any]:
         """Return a coroutine function that calls the server's tool `name` and returns the result's text.
 
-        If the tool reports an error, the returned function raises RuntimeError with the text of the tool's error. If
-        the server cannot be reached or ends the connection, the returned function raises EnvironmentFailure.
+        If the tool reports an error, the tool's coroutine function raises RuntimeError with the text of the tool's
+        error. If the MCP server cannot be reached or ends the connection, the tool's coroutine function raises
+        EnvironmentFailure.
         """
 
         async def call(**arguments: Any) -> str:
@@ -75,7 +76,7 @@ class McpServer:
         try:
             result = await client.call_tool(name, arguments)
         except Exception as error:
-            if self._task is task:  # Another trajectory may already have opened a new connection.
+            if self._task is task:  # Do not close a new connection that another trajectory has opened.
                 self.close()
             raise EnvironmentFailure(f"the MCP server {self.address} failed: {described(error)}") from error
         text = "\n".join(block.text for block in result.content if block.type == "text")

@@ -14,7 +14,7 @@ class EpisodeRequest:
     Attributes:
         key: The trajectory as a tuple (prompt group uid, index of the sample in its prompt group).
         messages: Chat messages of the prompt.
-        columns: Mapping from column name to value for the prompt's row of data.
+        columns: Data columns of the prompt, as a mapping from column name to value.
         temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
         seed: Seed of the run or of the evaluation, from which the random streams of the trajectory are derived.
     """

@@ -194,8 +194,8 @@ class EnvironmentReplica(Replica):
         start: Function that starts a process for the replica, and begins to build the engine in the process.
         environments: The environment workers of the run.
         start_timeout_s: Maximum time to build the engine, in seconds.
-        room: Function that waits until the cluster has enough free resources for an optional replica (see `Replica`),
-            or None.
+        room: Function that waits until the cluster has enough free resources for an optional replica (see `Replica`);
+            None if the replica is not optional.
 
     Attributes:
         begun: Number of processes that the replica has started so far.

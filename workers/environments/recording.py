@@ -13,7 +13,7 @@ from workers.rollout.turns import TurnRequest, TurnResult
 
 Message = Mapping[str, Any]
 ATTEMPTS = 2  # Maximum number of attempts to run a trajectory whose environment or agent program fails.
-LAST = -1  # If the argument `after` of a method is LAST, the new turn continues the last finished turn.
+LAST = -1  # A turn that is requested or recorded with `after=LAST` continues the context of the last finished turn.
 _NO_ACTION = Turn((), (), (), (), "abort")
 
 
@@ -22,8 +22,8 @@ class _Context:
     """The context in which the action of one turn was sampled.
 
     Attributes:
-        ids: Token ids of the context, followed by the turn's action. If a later turn continues this context, `ids` may
-            also contain the token ids of the later turn, after the token ids of this turn.
+        ids: Token ids of the context, followed by the turn's action. The list `ids` may end with the token ids of a
+            later turn that continues the context.
         begin: Number of tokens in the context before the turn's action.
         end: Number of tokens in the context up to the end of the turn's action.
     """
@@ -76,10 +76,10 @@ class Recording:
         """Return the request for the next action.
 
         Args:
-            new: The messages that follow the action of the turn with the index `after`. If `after` is None, `new` has
-                all messages of the new context.
+            new: The messages that follow the action of the turn with the index `after`. If `after` is None, the turn
+                begins a new context, and `new` holds all messages of that context.
             after: Index of the finished turn whose context the request continues; None for a new context.
-            tools: Schemas of the tools; None for the tools of the run.
+            tools: Schemas of the tools that the prompt describes; None for the tools of the run.
             max_tokens: Additional limit on the number of tokens of the action, besides the limits of the trajectory, or
                 None.
         """
@@ -135,10 +135,10 @@ class Recording:
         self.messages.append(action)
 
     def _continued(self, after: int | None) -> tuple[_Context, bool]:
-        """Return the context that a new turn continues, and whether it is the context of the last finished turn.
+        """Return the context that a new turn continues, and whether the last finished turn has this context.
 
-        If the new turn continues no earlier context, the returned `_Context` has no tokens. For the first turn of a
-        trajectory, the returned `_Context` has no tokens, and the returned bool is True.
+        For a turn that continues no earlier context, `_continued` returns a `_Context` without tokens. For the first
+        turn of a trajectory, `_continued` returns a `_Context` without tokens, and True.
         """
         if after is None or not self.turns:
             return _Context([], 0, 0), not self.turns
@@ -149,7 +149,7 @@ class Recording:
         self.turns[number] = replace(self.turns[number], reward=reward)
 
     def trajectory(self, stop_reason: str, reward: float | None) -> Trajectory:
-        """Return the trajectory, which has ended for the given reason."""
+        """Convert the recorded turns to a `Trajectory` that has ended for the reason `stop_reason`."""
         turns = list(self.turns) or [_NO_ACTION]
         return Trajectory(*self.request.key, turns, stop_reason, list(self.messages), reward)
 
@@ -157,7 +157,7 @@ class Recording:
 async def with_attempts(request: EpisodeRequest, attempt: Callable[[], Awaitable[Trajectory]]) -> Trajectory:
     """Run a trajectory, and start it again if the user's code fails.
 
-    After `ATTEMPTS` failures, the returned trajectory has an error and no actions.
+    If all `ATTEMPTS` attempts fail, `with_attempts` returns a trajectory with an error message and no actions.
     """
     error = ""
     for _ in range(ATTEMPTS):

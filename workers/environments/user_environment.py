@@ -61,14 +61,14 @@ class UserEnvironment:
 
     @property
     def plays(self) -> bool:
-        """Whether the environment answers the text of each action with its method `step`."""
+        """Whether the environment has a method `step`, which answers the text of an action without tool calls."""
         return hasattr(self._object, STEP)
 
     async def call(self, call: ToolCall) -> str:
         """Call a tool, and return the text that shows the result to the policy.
 
-        If the tool does not exist, does not accept the arguments, raises an exception or takes too long, the returned
-        text describes the error.
+        If the tool does not exist, does not accept the arguments, raises an exception or takes too long, `call` returns
+        a text that describes the error.
 
         Raises:
             EnvironmentFailure: the MCP server of the tool cannot be reached.
@@ -138,9 +138,9 @@ class UserEnvironment:
 def raised_at(error: BaseException) -> str:
     """Return the file and the line of the user's code that raised an exception, in the form " (file.py:12)".
 
-    The returned line is the last line of the traceback that lies outside rltrain, installed packages and Python's
-    standard library. If the traceback has no line of the user's code, `raised_at` returns the last line in an installed
-    package, or "" if no line is in an installed package.
+    The line of the user's code is the last line of the traceback that lies outside rltrain, installed packages and
+    Python's standard library. If the traceback has no line of the user's code, `raised_at` returns the last line in an
+    installed package, or "" if no line is in an installed package.
     """
     # The traceback is read with `walk_tb`, which opens no source files, because the user's source files may be
     # unreadable.
@@ -156,9 +156,9 @@ def raised_at(error: BaseException) -> str:
 async def without_exit(call: Awaitable[Any]) -> Any:
     """Await a call of the user's code, and raise RuntimeError if the code tries to end the process or its own task.
 
-    An uncaught SystemExit or KeyboardInterrupt of the user's code would end the process. An uncaught CancelledError of
-    the user's code would end the trajectory without a result. If the trajectory itself was cancelled, `without_exit`
-    raises the CancelledError unchanged.
+    An uncaught SystemExit or KeyboardInterrupt of the user's code would end the environment worker's process. An
+    uncaught CancelledError of the user's code would end the trajectory without a result. If the trajectory itself was
+    cancelled, `without_exit` raises the CancelledError unchanged.
     """
     try:
         return await call

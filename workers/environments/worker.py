@@ -12,7 +12,7 @@ from rltrain.batch.trajectory import Trajectory
 from rltrain.rewards.loading import import_function
 from workers.environments.agent_endpoint import AgentEndpoint
 from workers.environments.agent_program import program_of, run_agent
-from workers.environments.engines import Connection, Replica, ReplicaGone
+from workers.environments.engines import Connection, ReplicaClient, ReplicaGone
 from workers.environments.episode import run_episode
 from workers.environments.mcp_tools import McpServer
 from workers.environments.messages import EnvironmentSource, EpisodeRequest, Limits
@@ -34,15 +34,15 @@ class EnvironmentWorker:
     Args:
         name: Unique name with which the worker identifies itself to the replicas.
         source: Paths of the environment class and the tools, addresses of the MCP servers, and the agent program.
-        limits: Limits of each trajectory.
+        limits: Limits on the turns, tokens and seconds of each trajectory.
         threaded: Whether the trajectories run in a separate thread. If `threaded` is False, the trajectories run only
             during `poll`.
         memory_mb: Maximum memory in MB that the process may allocate after the imports of the user's modules; None for
             no limit. If the user's code allocates more than `memory_mb`, the allocation raises MemoryError.
 
     Attributes:
-        records_events: Always True, so that the caller of a method of this class records no timeline event for the
-            call. Timeline events of `poll` would mostly show waiting time.
+        records_events: Always True, which stops the worker process from recording the calls of this class's methods as
+            timeline events. The calls of `poll` are not worth recording, because `poll` mostly waits.
     """
 
     records_events = True
@@ -63,7 +63,7 @@ class EnvironmentWorker:
         if memory_mb is not None:
             # `memory_mb` does not include the memory that the imports of the user's modules have allocated.
             limit_memory(memory_mb, beside_stacks=True)
-        self.replicas: dict[ReplicaId, Replica] = {}
+        self.replicas: dict[ReplicaId, ReplicaClient] = {}
         self.running: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.finished: list[Trajectory] = []
         self.error: BaseException | None = None
@@ -75,7 +75,7 @@ class EnvironmentWorker:
             threading.Thread(target=self.loop.run_forever, name="environments", daemon=True).start()
 
     def submit(self, replica: ReplicaId, connection: Connection, requests: Sequence[EpisodeRequest]) -> None:
-        """Start trajectories whose actions a replica samples, without waiting for the trajectories to end.
+        """Start trajectories whose actions one rollout replica samples, without waiting for the trajectories to end.
 
         Args:
             replica: Identity of the replica's process (see `ReplicaId`).
@@ -90,18 +90,18 @@ class EnvironmentWorker:
         if replica not in self.replicas:
             for old in [one for one in self.replicas if one[0] == replica[0]]:
                 self.replicas.pop(old).close()
-            self.replicas[replica] = Replica(connection, f"{self.name} {self.epoch}")
+            self.replicas[replica] = ReplicaClient(connection, f"{self.name} {self.epoch}")
         for request in requests:
             if before := self.running.get(request.key):
                 before.cancel()
             self.running[request.key] = asyncio.ensure_future(self._run(self.replicas[replica], request))
 
-    async def _run(self, replica: Replica, request: EpisodeRequest) -> None:
+    async def _run(self, replica: ReplicaClient, request: EpisodeRequest) -> None:
         try:
             trajectory = await self._trajectory(replica, request)
         except ReplicaGone:
-            # The rollout pool records the prompt groups that the lost replica has not finished, and the driver submits
-            # these prompt groups again.
+            # A trajectory whose replica has died is dropped. The rollout pool records the prompt groups that a dead
+            # replica has not finished, and the driver submits these prompt groups again.
             return
         except Exception as error:
             with self.news:
@@ -115,7 +115,7 @@ class EnvironmentWorker:
             self.finished.append(trajectory)
             self.news.notify_all()
 
-    async def _trajectory(self, replica: Replica, request: EpisodeRequest) -> Trajectory:
+    async def _trajectory(self, replica: ReplicaClient, request: EpisodeRequest) -> Trajectory:
         if self.program is not None:
             return await run_agent(request, replica, self.program, self.endpoint, self.limits)
         return await run_episode(request, replica, self._environment, self.limits)
@@ -149,8 +149,8 @@ class EnvironmentWorker:
         deadline = time.monotonic() + timeout_s
         while self.running and not self.finished and not self.error and time.monotonic() < deadline:
             generating = any(one.polling for one in self.replicas.values())
-            # If no turn is being generated, all trajectories are waiting for the user's code, which runs in other
-            # threads.
+            # If no turn is being generated, the loop sleeps for `IDLE_S` seconds between two checks, because all
+            # trajectories are waiting for the user's code, which runs in other threads.
             await asyncio.sleep(0 if generating else IDLE_S)
 
     def abort(self) -> None:

@@ -61,7 +61,7 @@ class BaseWeights:
         return self.opened[file]
 
     def require(self, names: Sequence[str]) -> None:
-        """Raise ConfigError unless the files contain tensors with all of the given names."""
+        """Raise ConfigError unless the model's safetensors files contain a tensor for every name in `names`."""
         missing = [name for name in names if name not in self.files]
         if missing:
             raise ConfigError(

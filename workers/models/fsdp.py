@@ -52,11 +52,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     """Shard a model over the ranks in place, with each decoder layer as a separate FSDP unit.
 
-    The model may still be empty (on the meta device). A model that needs neither sharding nor a change of dtype stays
-    on its device. The sharding settings come from `config.model` and `config.placement`. Master weights, gradients and
-    the gradient reduction stay in float32. If the setting `model.dtype` is bfloat16, matrix products use bfloat16. The
-    model's attribute `sequence` is set to the group of ranks that split the tokens of a pack, or to None if no ranks
-    split a pack.
+    The model may be on the meta device if the caller loads the model's weights after the sharding. A model that needs
+    neither sharding nor a change of dtype is not moved to another device. The sharding settings come from
+    `config.model` and `config.placement`. Master weights, gradients and the gradient reduction stay in float32. If the
+    setting `model.dtype` is bfloat16, matrix products use bfloat16. The model's attribute `sequence` is set to the
+    group of ranks that split the tokens of a pack, or to None if no ranks split a pack.
 
     Raises:
         ConfigError: the config enables CPU offload or compilation, but the ranks have no GPU.
@@ -84,7 +84,7 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
 
 
 def frozen(model: PreTrainedModel, config: Config, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Freeze a model that is never trained, and shard the model, both in place.
+    """Freeze and shard, in place, a model that is never trained.
 
     The frozen weights are stored in `dtype`. If `dtype` is None, the frozen weights are stored in the dtype
     `model.dtype`, in which the model computes.
@@ -192,7 +192,7 @@ class Optimizer:
         stay unchanged. The learning-rate schedule advances even if AdamW takes no step.
 
         Args:
-            trained: whether any token contributes to the loss of this step.
+            trained: whether any token of the mini-batch contributes to the loss.
             finite: whether this rank's loss is finite.
 
         Returns:
@@ -200,8 +200,8 @@ class Optimizer:
             1 if the step was skipped because of non-finite values, otherwise 0.
 
         Raises:
-            NumericsError: more than `max_skipped` consecutive optimizer steps were skipped. The skipped optimizer steps
-                have not changed the weights.
+            NumericsError: more than `max_skipped` consecutive optimizer steps were skipped. When `step` raises
+                NumericsError, the model still has the weights of the last optimizer step that was not skipped.
         """
         norm = float(full(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)))
         lr, skip = self.lr(), not (_on_all_ranks(finite) and math.isfinite(norm))

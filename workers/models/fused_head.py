@@ -129,7 +129,7 @@ class _TokenLogProbs(torch.autograd.Function):
 def _minus_softmax(
     log_pi: Tensor, of_log_probs: Tensor | None, of_entropies: Tensor | None, entropy: Tensor | None
 ) -> Tensor:
-    """For a chunk of logits, return the part of the gradient that depends on the softmax.
+    """Return the part of the loss's gradient with respect to a chunk of logits that depends on the softmax.
 
         gradient = -pi * (g + e * (log_pi + entropy)),   pi = exp(log_pi)
 
@@ -150,8 +150,8 @@ def _targets_in(columns: slice, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return which targets lie in the range `columns` of the vocabulary, and the position of each target in the range.
 
     The first returned tensor is a bool mask with one value for each target: True if the target lies in the range. The
-    second returned tensor contains the positions, with the shape (number of targets, 1). The position of a target
-    outside the range `columns` is clamped to the first or last column of the range.
+    second returned tensor has the shape (number of targets, 1) and contains the position of each target in the range.
+    The position of a target outside the range `columns` is clamped to the first or last column of the range.
     """
     at = targets - columns.start
     width = columns.stop - columns.start

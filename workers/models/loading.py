@@ -1,8 +1,8 @@
 """Loads models; each rank of a sharded model reads only its own shards of the weights.
 
 A model is first built on the meta device, which allocates no memory for weights. The caller of `load_model` can change
-the model before any weights are read, for example add adapters and shard the model. After these changes, transformers'
-own loading code reads the shards of this rank from the weight files.
+the model before any weights are read, for example add adapters and shard the model. After the caller has changed the
+model, transformers' own loading code reads this rank's shards of the weights from the weight files.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def load_model(
         device: device on which the loaded weights are stored.
 
     Returns:
-        The model in evaluation mode.
+        The loaded model, in evaluation mode.
 
     Raises:
         ConfigError: the weights are incomplete, or the model's attention function cannot be replaced.
@@ -169,7 +169,10 @@ def _lend(model: nn.Module, source: nn.Module, body: str) -> dict[str, str]:
 
 
 def _take_back(model: nn.Module, source: nn.Module, lent: dict[str, str]) -> None:
-    """Put the loaded buffers of `source`, and the loaded parameters that `lent` names, into `model`."""
+    """Put the loaded buffers and parameters of `source` into `model`.
+
+    The argument `lent` is the dict that `_lend` returned. Parameters that `lent` does not contain are left out.
+    """
     for name, other in lent.items():
         loaded = source.get_parameter(other)
         loaded.requires_grad_(model.get_parameter(name).requires_grad)
@@ -185,7 +188,10 @@ def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 def _sharded_like(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of `whole`, a tensor that every rank holds, with the sharding of `like`."""
+    """Return the tensor `whole`, which every rank holds in full, as a DTensor that is sharded like `like`.
+
+    If `like` is not a DTensor, return `whole` unchanged.
+    """
     if not isinstance(like, DTensor):
         return whole
     mesh = like.device_mesh

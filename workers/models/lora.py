@@ -23,7 +23,7 @@ from rltrain.data.model_weights import BUILTIN_MODEL, skeleton
 from rltrain.settings.schema import ALL_LINEAR, LoRAConfig
 from workers.models.adapter_weights import A, B, BaseWeights
 
-NAME = "default"  # peft's default adapter name; each adapted layer has one adapter, with this name
+NAME = "default"  # peft's default adapter name; the only adapter of each adapted layer has the name `default`
 WRAPPED, HALVES = ".base_layer.", (".lora_A.", ".lora_B.")
 
 
@@ -73,8 +73,9 @@ def adapt(model: PreTrainedModel, config: LoRAConfig) -> None:
 def first_adapter_values(seed: int) -> Callable[[str, torch.Size], Tensor]:
     """Return a function that maps the name and shape of an adapter's parameter to the parameter's initial value.
 
-    The matrix A of each adapter is random, as in peft, and depends only on `seed` and on the order of the calls. The
-    matrix B is 0, so the adapters do not change the model's outputs before training.
+    The matrix A of each adapter is random, as in peft. The random values depend only on `seed`, and on the order and
+    the shapes of the parameters for which values are computed. The matrix B is 0, so the adapters do not change the
+    model's outputs before training.
     """
     source = torch.Generator().manual_seed(seed)
 

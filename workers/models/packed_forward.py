@@ -95,8 +95,9 @@ class Pack:
         offsets: (contexts + 1,) int32, the start positions of all contexts, followed by the end of the last context.
         predicting: (R,) position in the pack at which each of the R response tokens is predicted.
         targets: (R,) ids of the response tokens.
-        sequence: the group of ranks that split the pack's tokens (sequence parallelism), or None. If `sequence` is a
-            group, all attributes except `contexts`, `longest`, `offsets` and `sequence` hold only this rank's slice.
+        sequence: the group of ranks that split the pack's tokens (sequence parallelism), or None. With sequence
+            parallelism, all attributes except `contexts`, `longest`, `offsets` and `sequence` hold only this rank's
+            slice of the pack.
     """
 
     input_ids: Tensor
@@ -192,7 +193,8 @@ def packed_attention(
     """Compute causal attention within each context of a pack.
 
     The shape of `query` is (1, H, N, D), with H heads of width D for N tokens. The shape of `key` and `value` is
-    (1, K, N, D), where the number of key heads K divides H. The shape of the attention output is (1, N, H, D).
+    (1, K, N, D), where the number K of key heads divides the number H of query heads. The shape of the attention
+    output is (1, N, H, D).
 
     Raises:
         ValueError: the model uses soft caps, attention sinks, or a window shorter than the longest context, none
@@ -391,9 +393,10 @@ def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:
 
 
 def unpack(values: Tensor, mask: Tensor) -> Tensor:
-    """Arrange values (R,) of response tokens differentiably as a padded tensor (B, T) with one row per response.
+    """Copy values (R,) of response tokens into a padded tensor (B, T) with one row per response.
 
-    `mask` (B, T) is True at response tokens. The returned tensor is 0 at padding.
+    `mask` (B, T) is True at response tokens. The padded tensor is 0 where `mask` is False. Gradients flow from the
+    padded tensor to `values`.
     """
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
@@ -404,11 +407,11 @@ def stand_in(batch: DataProto) -> list[int]:
 
 
 def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict[str, Tensor]]:
-    """Return the given rows of a batch, the pack (packed forward-pass input) and the response columns of these rows.
+    """Return the batch rows `rows`, their pack (packed forward-pass input) and their padded response columns.
 
-    Each returned column is padded to the shape (B, T). The returned pack and columns are on this rank's device. The
-    returned columns include `mask`, which is True at response tokens, and `response_mask`, which is True at trained
-    tokens.
+    Each response column is padded to the shape (B, T). `microbatch` moves the pack and the padded response columns to
+    this rank's device. The padded response columns include `mask`, which is True at response tokens, and
+    `response_mask`, which is True at trained tokens.
 
     If `rows` is empty, the micro-batch is the shortest row of the batch, and no token of the row counts as trained. A
     rank to which no rows are assigned still runs the batch's shortest row, so that the rank takes part in the

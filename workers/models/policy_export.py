@@ -73,9 +73,9 @@ def small_files(model: nn.Module, base: Path) -> dict[str, bytes]:
     config.dtype, config.architectures = "float32", [type(model).__name__.removeprefix("FSDP")]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        # The generation_config.json made from the model's config is exported only if the folder `base`
-        # has no such file. A generation_config.json in `base` is copied, because transformers refuses to write some
-        # generation defaults.
+        # The generation_config.json made from the model's config is exported only if the folder `base` has no such
+        # file. A generation_config.json in `base` is copied and not loaded and saved again, because transformers
+        # refuses to save some settings, for example a temperature without sampling.
         GenerationConfig.from_model_config(config).save_pretrained(folder)
         if NAME in getattr(model, "peft_config", {}):
             adapters: Any = model.peft_config
@@ -93,7 +93,8 @@ class Share:
     """The part of an export that one rank writes.
 
     Attributes:
-        rank: index of the rank that writes this part. Rank 0 also writes all files other than safetensors files.
+        rank: index of the rank that writes this share of the export. Only rank 0 writes files other than safetensors
+            files.
         ranks: number of ranks that write the export together.
     """
 
@@ -101,7 +102,7 @@ class Share:
     ranks: int = 1
 
     def of(self, shards: list[list[_Part]]) -> list[tuple[int, list[_Part]]]:
-        """Return the safetensors files that this rank writes: the number and the tensors of each file."""
+        """Return the safetensors files that this rank writes: the index and the tensors of each file."""
         return list(enumerate(shards))[self.rank :: self.ranks]
 
 
@@ -185,7 +186,7 @@ def _merged(state: StateFiles, settings: Mapping[str, Any]) -> Iterator[_Part]:
 def _write_tensors(folder: Folder, stem: str, parts: list[_Part], share: Share) -> list[str]:
     """Write this rank's share of the tensors into safetensors files, and return the names of the written files.
 
-    If there are several safetensors files, rank 0 also writes an index file.
+    If the tensors need several safetensors files, rank 0 writes an index of the tensors in each file.
     """
     shards = _in_files(parts)
     if len(shards) == 1:

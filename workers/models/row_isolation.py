@@ -1,10 +1,10 @@
 """Check that a model computes each row of a pack independently of the other rows.
 
 Packed forward passes (`workers.models.packed_forward`) are correct only for models in which tokens interact only
-through the registered packed attention, and positions come only from `position_ids`. A convolution, a recurrent state
-or a custom attention would leak information from one packed row into the next without raising an error. To detect
-information leaks between rows, `check_rows_apart` runs the model, because a list of supported architectures would never
-be complete.
+through the registered packed attention, and positions come only from `position_ids`. A convolution, a recurrent
+state or a custom attention would leak information from one packed row into the next without raising an error.
+`check_rows_apart` detects information leaks between rows by running the model, because a list of supported
+architectures would never be complete.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def check_policy_rows_apart(path: str, where: str) -> None:
 
     Args:
         path: model directory in Hugging Face format.
-        where: start of the error message: the config key and the path.
+        where: start of error messages, such as `model.path=PATH`.
     """
     sample = load_sample_layers(AutoModelForCausalLM, path, where=where)
     head = sample.get_output_embeddings()
@@ -77,18 +77,20 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
     Args:
         model: the unsharded model in evaluation mode, with at least one decoder layer of each kind, as
             `load_sample_layers` returns it.
-        head: the model's last layer, whose inputs (1, N, H) are compared. The forward pass may call the last layer only
-            on the tokens that predict a response token. In the packs of random tokens that this check uses, every token
-            predicts a response token, so the last layer's inputs for all tokens are compared.
-        run: function that runs the forward pass on a pack, in the way in which the calling worker uses the model.
-        where: start of the error message: the config key and the path.
+        head: the model's last layer, whose inputs (1, N, H) are compared. Some forward passes call the last layer
+            only on the tokens that predict a response token. In the packs of random tokens that `check_rows_apart`
+            uses, every token predicts a response token, so the last layer's inputs for all tokens are compared.
+        run: function that runs one forward pass of the model on a pack, such as a call of `response_values` for a
+            critic.
+        where: start of error messages, such as `model.path=PATH`.
 
     Raises:
-        ConfigError: rows in the same pack influence each other, or a forward pass failed. The error message names the
-            model's architecture.
+        ConfigError: rows in the same pack influence each other, or a forward pass failed. The message of the
+            ConfigError names the model's architecture.
     """
-    # In a mixture-of-experts model, rounding can change which of two experts with almost equal scores is chosen.
-    # To tolerate rounding, the check fails only if rows influence each other with both random seeds.
+    # In a mixture-of-experts model, rounding can change which of two experts with almost equal scores is chosen. To
+    # tolerate rounding, `check_rows_apart` raises an error only if rows influence each other with the first random
+    # seed and also with the second.
     for seed in (0, 1):
         apart = _apart(model, head, run, seed, where)
         if apart <= TOLERANCE:
@@ -103,10 +105,10 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
 def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], seed: int, where: str) -> float:
     """Return how much the last hidden states of two rows change when another row of their pack is replaced.
 
-    Two packs of test rows are compared: the first pack has the rows 0, 1 and 2, and the second pack has the rows 3, 0
-    and 2. For each token of the test rows 0 and 2, the last hidden state in the first pack is compared with the last
-    hidden state in the second pack. `_apart` returns the largest norm of the difference between a token's two hidden
-    states, relative to the norm of the token's hidden state in the first pack.
+    Two packs of test rows are compared: the first pack has the rows 0, 1 and 2, and the second pack has the rows 3,
+    0 and 2. For each token of the test rows 0 and 2, the last hidden state in the first pack is compared with the
+    last hidden state in the second pack. `_apart` returns the largest norm of the difference between a token's
+    hidden states in the two packs, relative to the norm of the token's hidden state in the first pack.
     """
     states, embeddings = list[Tensor](), model.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding), f"unsupported type of input embedding: {type(embeddings).__name__}"

@@ -58,15 +58,15 @@ def sequence_group(size: int) -> Sequence | None:
 
 
 def sequence_group_of(model: nn.Module) -> Sequence | None:
-    """Return the sequence group of a sharded model, or None if no ranks split the tokens of a pack."""
+    """Return the process group whose ranks split the tokens of a pack, or None without sequence parallelism."""
     return getattr(model, "sequence", None)
 
 
 def split(packed: "Pack", sequence: Sequence) -> tuple["Pack", Tensor]:
     """Return this rank's slice of a pack, and a mask of the response tokens that are predicted in the slice.
 
-    The mask (R,) has one entry for each of the R response tokens of the whole pack. The slice keeps the context
-    boundaries of the whole pack, because attention works on whole contexts.
+    The mask (R,) has one entry for each of the R response tokens of the whole pack. The returned slice keeps the
+    context boundaries of the whole pack, because each rank computes attention over whole contexts.
     """
     own = replace(sequence, tokens=packed.input_ids.size(1))
     begin, length = own.rank * own.slice, own.slice

@@ -42,8 +42,8 @@ _CLASSES: dict[tuple[str, str], Any] = {
 def _member(kind: Any, name: str) -> dcp._MEM_FORMAT_ENCODING:
     """Return the member `name` of the enum `kind`.
 
-    Python 3.11.0 to 3.11.3 pickle an enum member as the call `getattr(kind, name)`. To load such a pickle, the class
-    `_Unpickler` calls `_member` in place of `getattr`.
+    Python 3.11.0 to 3.11.3 pickle an enum member as the call `getattr(kind, name)`. If a pickle calls `getattr`, the
+    class `_Unpickler` calls `_member` instead.
     """
     if kind is not dcp._MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("the pickle asks for an attribute, which an index of tensors never needs")
@@ -58,7 +58,7 @@ _CLASSES |= {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that refuses all classes other than those of a tensor index."""
+    """Unpickler that loads the classes that an index of tensors needs, and refuses every other class."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
@@ -159,7 +159,7 @@ class StateFiles:
         """Return the names of all tensors of one kind, without the prefix `kind`, in the order of the index.
 
         Args:
-            kind: the prefix of the full names, such as "model" or "exp_avg".
+            kind: the prefix of the tensors' full names, such as "model" or "exp_avg".
         """
         return [name.removeprefix(f"{kind}.") for name in self.index.state_dict_metadata if name.startswith(f"{kind}.")]
 

@@ -58,8 +58,7 @@ def of_flash_attn(module: Any) -> Kernel:
 def of_torch(module: Any) -> Kernel:
     """Wrap `varlen_attn`, the attention kernel of torch 2.11 or newer.
 
-    If the installed torch does not support fewer key heads than query heads, the returned `Kernel` repeats the key and
-    value heads.
+    If `varlen_attn` does not support fewer key heads than query heads, the wrapper repeats the key and value heads.
 
     Raises:
         AttributeError, NotImplementedError: the installed torch is too old.

@@ -33,13 +33,13 @@ def weight_groups(model: nn.Module) -> list[list[str]]:
 def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor, and any other tensor unchanged.
 
-    The returned tensor shares its memory with `tensor`.
+    The tensor that `local_shard` returns shares its memory with `tensor`.
     """
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def whole_of(shard: Tensor, like: Tensor) -> Tensor:
-    """Gather a whole tensor from the shards of all ranks; `like` is a tensor that is sharded in the same way.
+    """Gather a whole tensor from the shards of all ranks; `like` has the shape and the sharding of the whole tensor.
 
     If `like` is sharded, all ranks must call `whole_of`. If `like` is not sharded, `shard` is the whole tensor.
     """

@@ -62,8 +62,8 @@ def serve(descriptor: int, parent: int) -> None:
     # `_clean_up` does not kill the processes that were started while the reward functions were imported.
     helpers = process_tree.descendants(own)
     limit_memory(memory_mb)
-    # The lines that the imports have printed are deleted, because the driver also imports the reward functions and has
-    # already shown these lines.
+    # The lines that were printed while the reward functions were imported are deleted, because the driver imports the
+    # same reward functions and has already shown the same lines.
     printed.forget()
     connection.send(READY)
     while True:
@@ -89,7 +89,7 @@ def _reporter(connection: Connection, own: int, printed: FirstLines) -> Callable
     """Return a callback that sends each result to the guard at once, so that the guard sees the call's progress."""
 
     def report(result: SampleScores) -> None:
-        if os.getpid() != own:  # This process was forked by a reward function.
+        if os.getpid() != own:  # A reward function has forked this process, which must not send results to the guard.
             os._exit(1)
         connection.send(_with_lines(result, printed))
 
@@ -100,7 +100,7 @@ def _answer(worker: RewardWorker, requests: Sequence[Any], limits: dict[str, Any
     try:
         return worker.score(requests, **limits)
     finally:
-        if os.getpid() != own:  # This process was forked by a reward function.
+        if os.getpid() != own:  # A reward function has forked this process, which must not return to `serve`.
             os._exit(1)
 
 

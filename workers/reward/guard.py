@@ -42,11 +42,11 @@ class Ended:
 
     Attributes:
         timed_out: Whether the guard killed the child process because the scoring call exceeded its deadline.
-        reason: Text that says how the child process failed. The text completes an error message that begins with
+        reason: Text that says how the child process failed. `reason` completes an error message that begins with
             "reward function 'name'".
-        outside: Whether the child process was ended by SIGKILL or stopped by SIGSTOP. If `outside` is True, the cause
-            is probably outside the reward functions.
-        results: Results that the scoring call produced before the child process ended, as in
+        outside: Whether the child process was ended by SIGKILL or stopped by SIGSTOP. If `outside` is True, the signal
+            was probably not caused by a reward function.
+        results: Results that the scoring call produced before the child process ended, or None if unknown; see
             `workers.reward.transport.Lost`.
     """
 
@@ -63,7 +63,8 @@ class Overdue:
     Call `GuardedWorker.rest` to continue to wait for the overdue call.
 
     Attributes:
-        results: Results that the scoring call has produced so far, as in `workers.reward.transport.Held`.
+        results: Results that the scoring call has produced so far, or None if unknown; see
+            `workers.reward.transport.Held`.
     """
 
     results: list[SampleScores] | None
@@ -76,8 +77,8 @@ class _LostError(Exception):
     """
 
 
-# Pids of all child processes of this guard. When the guard kills the orphaned descendants of one child process, the
-# remaining child processes of the guard must survive.
+# Pids of the child processes of all `GuardedWorker` objects. When a `GuardedWorker` kills the orphaned descendants of
+# its own child process, the child processes of all other `GuardedWorker` objects must survive.
 _LOCK, _GUARDED = threading.Lock(), set[int]()
 
 
@@ -101,7 +102,7 @@ class _Call:
         return len(self.results) - any(not one.failed and len(one.scores) < self.functions for one in last)
 
     def add(self, result: SampleScores) -> bool:
-        """Store the next result of this scoring call.
+        """Store `result` as the next result of the scoring call.
 
         Return whether `result.key` is the key of the request whose result is expected next.
         """
@@ -113,7 +114,7 @@ class _Call:
         return row < len(self.requests) and result.key == self.requests[row].key
 
     def new(self, results: list[SampleScores]) -> list[SampleScores]:
-        """Return the elements of `results` that were not returned earlier during this scoring call.
+        """Return the elements of `results` that were not returned earlier during the scoring call.
 
         If the child process reports each result immediately (`stepwise`) and `hold` was called, return at most one
         result.
@@ -121,11 +122,12 @@ class _Call:
         return results[self.given : self.given + 1] if self.held and self.stepwise else results[self.given :]
 
     def hold(self) -> list[SampleScores] | None:
-        """Mark this scoring call as slow, because it has produced no result for too long.
+        """Mark the scoring call as slow, because the scoring call has produced no result for too long.
 
-        Return the results of the scoring call so far that were not returned earlier. Return None if the child process
-        does not report each result immediately (`stepwise`). After a call of `hold`, the method `new` omits all results
-        that were complete when `hold` was called.
+        If `stepwise` is True, return the results that the child process has sent during the scoring call and that were
+        not returned earlier. If `stepwise` is False, return None, because the child process sends all results at the
+        end of the scoring call. After a call of `hold`, the method `new` omits all results that were complete when
+        `hold` was called.
         """
         new = self.new(self.results) if self.stepwise else None
         self.given, self.held = self.whole, True
@@ -327,7 +329,8 @@ class GuardedWorker:
     def _end(self) -> str:
         """Kill the child process and all its descendants.
 
-        Return a text that says how the child process had ended, or that the child process did not answer in time.
+        Return a text that says how the child process had ended before `_end` was called, or that the child process did
+        not answer in time.
         """
         with _LOCK:
             status = self._process.poll()
@@ -356,7 +359,7 @@ class GuardedWorker:
 class Guard:
     """Ray actor class of a reward worker.
 
-    The actor runs reward functions in its first child process and in spare child processes.
+    The Ray actor runs reward functions in its first child process and in spare child processes.
 
     While one child process runs a slow scoring call, a spare child process scores other samples. The first call of
     `ping` with the number of a spare child process starts the spare process, which then stays alive. In each method,
@@ -401,7 +404,10 @@ class Guard:
         return trace.take()
 
     def introduce(self) -> Process | None:
-        """Let other processes observe this process, and return its identity, or None on a system without `/proc`."""
+        """Let other processes read the progress and the stack traces of this process.
+
+        Return the identity of this process, such as its pid and start time, or None on a system without `/proc`.
+        """
         import ray
 
         return announce(ray.get_runtime_context().get_node_id())

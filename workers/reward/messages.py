@@ -1,4 +1,4 @@
-"""Messages to and from reward workers. The messages contain only plain data, so that pickling is fast."""
+"""Messages to and from reward workers; the messages contain only plain data, so that pickling is fast."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +14,9 @@ class RewardRequest:
         key: (uid of the prompt group, number of the sample in the group). No two pending requests have the same key.
         prompt: Text of the prompt, without special tokens.
         response: Text of the response, without special tokens.
-        columns: Mapping from column name to value for the sample's data columns. The mapping `columns` also has the
-            keys `finish_reason`, `prompt_messages` (the prompt's chat messages, or None if the prompt is text) and
-            `response_ids` (the sampled token ids).
+        columns: Mapping from column name to value for the sample's data columns. Besides the data columns, the mapping
+            `columns` has the keys `finish_reason`, `prompt_messages` (the prompt's chat messages, or None if the prompt
+            is text) and `response_ids` (the sampled token ids).
     """
 
     key: Key
@@ -41,7 +41,7 @@ class SampleScores:
             functions returned. `success` is False if any reward function returned False. If no reward function returned
             False, `success` is True if any reward function returned True, and None otherwise.
         printed: One pair (name of the reward function, first line that the function printed) for each reward function
-            that has printed something in the reward process of the sample. The field `printed` is ignored when two
+            that has printed something in the process that scored the sample. The field `printed` is ignored when two
             `SampleScores` are compared.
     """
 

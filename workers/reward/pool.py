@@ -1,7 +1,8 @@
 """Pool of reward workers that scores samples as they arrive.
 
 For speed, the pool sends samples to the workers in chunks. If a worker is lost while it scores a chunk, the pool sends
-the chunk's samples again, one at a time. The reward pool's code that uses Ray is in `workers.reward.ray_transport`.
+the chunk's unfinished samples again. Samples that may have caused the loss of the worker are sent one at a time. The
+reward pool's code that uses Ray is in `workers.reward.ray_transport`.
 """
 
 import logging
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _BUDGET_S = 0.2  # Approximate seconds after which a worker returns its results, even if only part of a chunk is scored.
 _GRACE_S = 1.0
-_HOLD_SHARE = 0.1  # After this fraction of a reward function's time limit, a scoring call counts as slow (see `Held`).
+_HOLD_SHARE = 0.1  # Share of a reward function's time limit after which a scoring call counts as slow (see `Held`).
 _FIRST_CHUNK = 16
 _LARGEST_CHUNK = 256
 _TURNS = 4
@@ -43,8 +44,8 @@ class _Alone:
     scores: tuple[float | None, ...] = ()
     # Whether the answer is correct, according to the functions called so far (see `SampleScores.success`).
     success: bool | None = None
-    # Number of times that a worker died or stopped while it scored this sample, probably not because of a reward
-    # function.
+    # Number of scoring calls of this sample that were probably ended by something other than a reward function (see
+    # `Lost.outside`).
     again: int = 0
 
 
@@ -53,9 +54,12 @@ class RewardPool:
 
     `submit` takes requests, and `poll` returns results in the order of completion.
 
-    If a worker dies or takes too long, the unfinished samples of its chunk are scored again, sample by sample and
-    function by function. If a worker is lost while it calls only one function for only one sample, that sample fails
-    with an error message. The loss of a worker does not change the scores of other samples.
+    If a worker dies or takes too long, the unfinished samples of its chunk are scored again. A sample that may have
+    caused the loss of the worker is scored alone, by one reward function after another. A sample fails with an error
+    message if its reward function exceeds the time limit, or if a worker is lost while the sample is scored alone. If
+    something other than a reward function probably ended the worker, a sample that is scored alone does not fail but is
+    scored again, up to two times. The loss of one worker process makes at most one sample fail, and does not change the
+    scores of other samples.
     """
 
     def __init__(self, transport: Transport, reward: RewardConfig) -> None:
@@ -65,8 +69,8 @@ class RewardPool:
 
         Args:
             transport: Interface to the processes of the reward workers.
-            reward: Reward functions and their limits. The scores of a result are in the order of these reward
-                functions.
+            reward: Reward functions and their limits. The scores of each result are in the order of
+                `reward.functions`.
         """
         self._transport, self._timeout_s = transport, reward.timeout_s
         self._names = [function.name for function in reward.functions]
@@ -89,7 +93,7 @@ class RewardPool:
     def in_process(cls, reward: RewardConfig) -> Self:
         """Create a pool that scores samples in the current process while `poll` is running.
 
-        In the current process, only async functions can be stopped at their time limit.
+        A pool in the current process cannot stop a reward function at its time limit, unless the function is async.
 
         Raises:
             ConfigError: A reward function cannot be loaded.
@@ -208,7 +212,7 @@ class RewardPool:
             return
         was_held = event.slot in self._held
         self._held.discard(event.slot)
-        if work is None:  # The scoring call was aborted.
+        if work is None:  # `abort` was called during the scoring call, so the results of the call are discarded.
             return
         if isinstance(event, Lost):
             self._lost(work, event)
@@ -265,25 +269,24 @@ class RewardPool:
         self._running[slot] = work
         kinds = self._kinds if function is None else [self._kinds[function]]
         # The deadline of a scoring call is the time budget `_BUDGET_S` plus `calls` times the time limit `timeout_s` of
-        # one call of a reward function. All plain functions (neither batched nor async) together add 1 to `calls`,
-        # because only one call of a plain function can still run when the time budget ends: a worker calls no further
-        # plain function after the time budget. Each batched function adds 1 to
-        # `calls`, because a worker calls a batched function once for the whole chunk. Async functions add the number of
-        # their calls, divided by `concurrency` and rounded up, to `calls`, because at most `concurrency` calls of async
-        # functions run at once.
+        # one call of a reward function. After the time budget, a worker only finishes the running call of a plain
+        # function (neither batched nor async), so all plain functions together add 1 to `calls`. Each batched function
+        # adds 1 to `calls`, because a worker calls a batched function once for the whole chunk. At most `concurrency`
+        # calls of async functions run at once, so the async functions together add their number of calls divided by
+        # `concurrency`, rounded up, to `calls`.
         turns = -(-kinds.count("async") * len(requests) // self._concurrency)
         calls = max(1, ("plain" in kinds) + kinds.count("batched") + turns)
         # A scoring call with async functions gets `_GRACE_S` additional seconds, in which a late async function can be
         # cancelled and reported as failed.
         grace = _GRACE_S if "async" in kinds else 0.0
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
-        # A scoring call counts as slow (see `Held`) after `hold_s` seconds without a result. After `_BUDGET_S` seconds,
-        # a worker does not start to score any further sample of the scoring call. `hold_s` is at least `_BUDGET_S`, so
-        # that the samples that a slow scoring call has not started can be queued again without being scored twice. If a
-        # scoring call runs async functions, `hold_s` is infinite, so that no spare process begins a second scoring call
-        # before the first call ends. Two simultaneous scoring calls of one worker could run more than
-        # `reward.concurrency` calls of async functions at once. Calls of async functions are cancelled at their time
-        # limit anyway.
+        # A scoring call counts as slow (see `Held`) after `hold_s` seconds without a result. The samples that a slow
+        # scoring call has not begun to score are then queued again. After `_BUDGET_S` seconds, a worker does not start
+        # to score any further sample of the scoring call. `hold_s` is at least `_BUDGET_S`, so that no sample of a slow
+        # scoring call is scored twice. If a scoring call runs async functions, `hold_s` is infinite, so that no spare
+        # process begins a second scoring call before the first call ends. Two simultaneous scoring calls of one worker
+        # could run more than `reward.concurrency` calls of async functions at once. Even with an infinite `hold_s`, a
+        # slow async function does not block a worker for long, because its calls are cancelled at their time limit.
         hold_s = math.inf if "async" in kinds else max(_BUDGET_S, _HOLD_SHARE * self._timeout_s)
         stepwise = set(kinds) == {"plain"}
         self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s, hold_s, stepwise))
@@ -294,7 +297,9 @@ class RewardPool:
             "a reward worker must return results in the order of the requests"
         )
         for request, result in zip(requests, answer.results, strict=False):
-            if len(result.scores) < len(self._names):  # Not all reward functions were called within the time budget.
+            # If the time budget ended before all reward functions had scored a sample, the remaining reward functions
+            # score the sample later.
+            if len(result.scores) < len(self._names):
                 self._alone.append(_Alone(request, result.scores, result.success))
             else:
                 self._finish(result)
@@ -320,18 +325,20 @@ class RewardPool:
         reason = f"did not return within {self._timeout_s:g} s" if event.timed_out else event.reason
         if isinstance(work, tuple) and event.results is not None:
             under_way = self._begun(work, event.results)
-            if not under_way:  # All samples of the chunk were already scored.
+            if not under_way:  # All samples of the chunk are finished, so no sample needs to be scored again.
                 return
             partial = {result.key: (result.scores, result.success) for result in event.results}
             suspect = _Alone(under_way[0], *partial.get(under_way[0].key, ()))
-            # If the scoring call did not time out, the running reward function may not have ended the worker.
+            # If the worker died before the deadline, the running reward function may not be the cause, so the sample is
+            # scored again.
             if not event.timed_out:
                 self._alone.append(suspect)
                 return
             work = suspect
         elif isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
             # If a call with only one sample and only one reward function times out, this reward function must have
-            # exceeded its time limit. If the worker died before the deadline, something other than the reward function
+            # exceeded its time limit. If the worker died before the deadline of a call with one sample and one reward
+            # function, the sample is scored again before it can fail, because something other than the reward function
             # could be the cause.
             work = _Alone(work[0])
         if isinstance(work, _Alone) and event.outside and work.again < _AGAIN:

@@ -1,4 +1,4 @@
-"""Transport of scoring calls to reward workers in Ray actors.
+"""Code that sends scoring calls to reward workers in Ray actors, and receives the results of the calls.
 
 Each actor supervises the child processes of one reward worker. The transport replaces lost actors.
 """
@@ -38,8 +38,8 @@ _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 class _Slot:
     """One child process of a reward worker's actor, and the pending call of that process.
 
-    While the child process starts, `starting` is True and the pending call is a call of `ping`. Before a spare process
-    is started, `starting` is also True, but `pending` is None.
+    While the child process starts, `starting` is True and the pending call is a call of `ping`. For a spare process
+    that has not been started, `starting` is True and `pending` is None.
     """
 
     actor: Any
@@ -66,7 +66,7 @@ class RayTransport:
     """Implementation of `workers.reward.transport.Transport` for reward workers in Ray actors.
 
     An actor runs at most one call at a time, not counting slow calls that were reported with a `Held` event. The child
-    processes of all actors are numbered together, and this number is called the slot of a child process. Slot s
+    processes of all actors are numbered consecutively, and the number of a child process is called its slot. Slot s
     belongs to the actor with the index `s % size`, and is the child process with the index `s // size` of this actor,
     where `size` is the number of actors. Child process number 0 of an actor is its first process, and all its other
     child processes are spare processes.
@@ -94,7 +94,8 @@ class RayTransport:
         """
         self.size, self._spares = size, spares
         self._liveness, self._changes, self._calls = liveness, Changes(), 0
-        # Relative paths of reward functions are made absolute, because the actors have another working directory.
+        # Relative paths of reward functions are made absolute, because the working directory of the Ray actors differs
+        # from the working directory of this process.
         self._functions = [replace(function, path=absolute(function.path)) for function in reward.functions]
         self._options = {
             "concurrency": reward.concurrency,
@@ -103,8 +104,8 @@ class RayTransport:
         }
         self._start_timeout_s = start_timeout_s
         # The Ray actors of reward workers reserve no CPUs, so that Ray can start a reward worker even if engines and
-        # training ranks reserve all CPUs. Ray must not retry a call, because a retry would again score the sample that
-        # has killed its worker.
+        # training ranks reserve all CPUs. Ray must not retry a call whose reward worker has died, because a retry would
+        # again score the sample that killed the reward worker.
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
         # The actor can run one call per child process and one call of `stop` at the same time.
         options["max_concurrency"] = spares + 2
@@ -124,7 +125,7 @@ class RayTransport:
         return found
 
     def start(self, slot: int, call: Call) -> None:
-        """Begin a call in the idle child process of the given slot. See `Transport.start`."""
+        """Begin a scoring call in the idle child process that has the number `slot`. See `Transport.start`."""
         chosen = self._slots[slot]
         chosen.pending = self._result(
             chosen.actor.score.remote(
@@ -161,7 +162,7 @@ class RayTransport:
     async def recorded(self) -> list[trace.Recorded]:
         """Return and delete the timeline events that the actors have recorded (see `Transport.recorded`).
 
-        If an actor does not answer within `_TAKE_S` seconds, its events are left out.
+        If an actor does not answer within `_TAKE_S` seconds, its timeline events are left out.
         """
         ready = [slot for slot in self._slots[: self.size] if not slot.starting and not slot.process.how_lost]
         if not trace.on() or not ready:
@@ -200,11 +201,11 @@ class RayTransport:
 
     def _arrived(self, result: "asyncio.Future[Any]") -> None:
         if not result.cancelled():
-            result.exception()  # asyncio logs exceptions that no code reads
+            result.exception()  # Read the exception, because asyncio logs every exception that no code reads.
         self._changes.notify()
 
     def _look(self, number: int, slot: _Slot) -> list[Event]:
-        """Return the new events of the scoring call that runs in the child process of slot `number`.
+        """Return the unreported events of the scoring call that runs in the child process of slot `number`.
 
         If the Ray actor that supervises the child process is lost, start a new Ray actor, and return a Lost event for
         each running call of the lost Ray actor.
@@ -300,8 +301,8 @@ class RayTransport:
         """Send a ping to a child process, and return the `_Slot` object of the child process.
 
         A child process answers a ping as soon as the child process has imported the reward functions. A child process
-        gets scoring calls only after its answer to the ping, so the time of a scoring call does not include the
-        imports.
+        gets scoring calls only after it has answered a ping, so the time of a scoring call does not include the time of
+        importing the reward functions.
         """
         deadline = time.monotonic() + self._start_timeout_s
         pending = self._result(slot.actor.ping.remote(lane))
@@ -321,7 +322,7 @@ def _without_torch(runtime_env: dict[str, Any]) -> dict[str, Any]:
 
 def _kill(actors: Sequence[Any]) -> None:
     """Kill the processes of the actors and all their descendants, even if an actor is executing C code."""
-    with contextlib.suppress(Exception):  # The actors, or Ray itself, may have ended already.
+    with contextlib.suppress(Exception):  # The call of `stop` fails if an actor, or Ray itself, has already ended.
         stopped = [actor.stop.remote() for actor in actors]
         ray.wait(stopped, num_returns=len(stopped), timeout=_STOP_S)
     for actor in actors:

@@ -17,7 +17,7 @@ from rltrain.base.errors import one_line
 # Name of the reward function that the current thread or asyncio task is running, or "" outside reward functions.
 CALLING: ContextVar[str] = ContextVar("calling", default="")
 _LONGEST = 200  # Maximum number of characters of a printed line that are recorded.
-# If the environment variable PYTHONBREAKPOINT begins with one of the following module names, `breakpoint()` starts a
+# If the environment variable PYTHONBREAKPOINT begins with a module name in `_NEED_TERMINAL`, `breakpoint()` starts a
 # debugger that needs a terminal. Ray sets PYTHONBREAKPOINT to its own debugger, which works only in processes that Ray
 # itself has started.
 _NEED_TERMINAL = ("", "pdb", "ray", "ipdb", "IPython", "pudb")

@@ -17,7 +17,7 @@ class Call:
     """A call that makes one reward worker score samples.
 
     Attributes:
-        requests: Samples to score. The worker scores the samples in the order of this tuple.
+        requests: Samples to score. The worker scores the samples in the order of `requests`.
         function: Index of the only reward function to call. If `function` is None, the worker calls all functions.
         budget_s: Seconds after which the worker calls no further plain reward function, that is, a function that is
             neither batched nor async. When `budget_s` has passed, the worker returns results only for the samples that
@@ -57,8 +57,8 @@ class Held:
     After a `Held` event, the slow call keeps running, and an `Answer` or `Lost` event reports when the slow call ends.
     If a slow call reports each result immediately (see `Call.stepwise`), its process finishes only the sample that it
     is scoring and begins no further sample. For a slow call with `stepwise=True`, the `Answer` or `Lost` event contains
-    only the result of the sample that was being scored at the time of the `Held` event. The caller must send again, in
-    another call, each sample that a slow call with `stepwise=True` has not begun to score.
+    only the result of the sample that was being scored at the time of the `Held` event. If a slow call with
+    `stepwise=True` has not begun to score a sample, the caller must send the sample again in another call.
 
     Attributes:
         slot: Index, from 0, of the reward process in which the call was started.
@@ -118,14 +118,14 @@ class Transport(Protocol):
     async def events(self) -> Sequence[Event]:
         """Wait for events of the running calls, and return the events.
 
-        Even without an event, the method `events` returns when a worker has become ready or when `start` is called. The
-        returned list of events may be empty.
+        Even without an event, the method `events` returns when a worker has become ready or when `start` is called, so
+        the list of events may be empty.
         """
 
     async def recorded(self) -> list[Recorded]:
         """Return and delete the timeline events that the workers' processes have recorded (see `rltrain.base.trace`).
 
-        The returned list does not contain the timeline events of the current process.
+        `recorded` does not return timeline events of the current process.
         """
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Code that calls reward functions in the current process.
 
-This code runs in the driver, or in a child process of the Ray actor `workers.reward.guard.Guard`. The module
-`workers.reward.worker` does not import torch.
+The module `workers.reward.worker` is used in the driver, or in a child process of the Ray actor
+`workers.reward.guard.Guard`. The module `workers.reward.worker` does not import torch.
 """
 
 import asyncio
@@ -121,7 +121,7 @@ class RewardWorker:
         """Import all reward functions.
 
         Args:
-            functions: Reward functions, in the order of the scores.
+            functions: Config of each reward function. The scores of a sample have the same order as `functions`.
             concurrency: Maximum number of simultaneous calls of async functions.
             settings: Mapping from the name of each run setting to its value. A reward function receives each setting
                 for which it has a parameter, unless the function's `kwargs` set the parameter.
@@ -188,7 +188,8 @@ def _call_each(
     called.
 
     Returns:
-        The number of samples for which at least one reward function was called.
+        The number of samples, counted from the first, for which at least one plain function was called. If there are no
+        plain functions, the number of all samples.
     """
     plain = [(number, f) for number, f in enumerate(functions) if not f.batched and not f.asynchronous]
     for row, request in enumerate(requests if plain else ()):
@@ -241,7 +242,7 @@ def _result(request: RewardRequest, functions: list[_Function], found: dict[int,
     success: bool | None = None
     for number, one in enumerate(functions):
         if number not in found:
-            break  # The time budget ran out before this reward function was called.
+            break  # The time budget ran out before the reward function with the index `number` was called.
         outcome = found[number]
         if isinstance(outcome, BaseException):
             return failed(request, len(functions), f"reward function '{one.name}' {_said(outcome)}", number)

@@ -46,8 +46,8 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 class RoomyLayer(DynamicLayer):
     """Cache of one layer's keys and values (B, K, W, D), with spare columns on the right for new tokens.
 
-    The keys and values of a new token are written into a spare column of the cache. In contrast, the base class
-    `DynamicLayer` of transformers copies the whole cache each time a token is added.
+    The base class `DynamicLayer` of transformers copies the whole cache each time a token is added. `RoomyLayer`
+    instead writes the keys and values of a new token into a spare column of the cache.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ class RoomyLayer(DynamicLayer):
         self._use(width)
 
     def _columns(self) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of this layer, without the spare columns."""
+        """Return the cached keys and values of this layer, without the spare columns for new tokens."""
         assert self.keys is not None, "the KV cache has no rows whose keys and values can be read"
         assert self.values is not None, "the KV cache has no rows whose keys and values can be read"
         return self.keys, self.values
@@ -115,7 +115,8 @@ class Batch:
             answer, seed.
         temperatures: (B,) float32 sampling temperatures.
         live: (B,) bool, False for finished answers.
-        cache: Key-value cache of all columns, or of all columns except the last.
+        cache: Key-value cache of all columns. After `append`, the cache lacks the last column until the model's next
+            forward pass. The cache of a new batch is empty.
         padded: Whether at least one row is padded on the left.
     """
 
@@ -274,8 +275,8 @@ def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[
 def _stacked(above: Tensor, below: Tensor, axis: int = 1, room: int = 0) -> Tensor:
     """Concatenate two tensors along axis 0, after padding them to equal lengths along `axis`.
 
-    The tensor that is shorter along `axis` is padded with zeros on the left. The returned tensor has `room` additional
-    columns of zeros on the right.
+    The tensor that is shorter along `axis` is padded with zeros on the left. `_stacked` appends `room` columns of zeros
+    on the right of the concatenated tensor.
     """
     width = max(above.size(axis), below.size(axis))
     padding = [(0, 0)] * (above.ndim - 1 - axis)

@@ -34,10 +34,13 @@ from workers.sync.buckets import Bucket, tensors_of, verify
 from workers.sync.checks import check_outputs, probe_vector
 from workers.sync.memory import Reader
 
-# Dropping or adding rows copies the batch's key-value cache, so several rows are dropped or added at a time. Rows that
-# join a running batch may need padding, which makes the matrices of the batch wider.
-SLACK = 0.1  # Maximum share of finished rows in a batch; above this share, the finished rows are dropped.
-# If more requests wait than a batch has free places, no request joins until this share of the batch's places is free.
+# Dropping or adding rows copies the batch's key-value cache, so several rows are dropped or added at a time. When rows
+# join a running batch, shorter rows are padded, and the padding costs computation. SLACK is the maximum share of
+# finished rows in a batch. The finished rows are dropped from the batch when their share exceeds SLACK, and whenever a
+# request joins the batch.
+SLACK = 0.1
+# If more requests wait than a batch has free places, no request joins the batch until the fraction JOIN of the batch's
+# places is free.
 JOIN = 0.5
 
 
@@ -157,7 +160,7 @@ class HFEngine:
     def _forward(self, batch: Batch, first: int) -> Tensor:
         """Run the model on the token columns from index `first` on, which are not in the key-value cache yet.
 
-        Return the logits (B, V) of the tokens that follow the last token column.
+        Return the logits (B, V) of the next token of each row.
         """
         output = self.model(
             input_ids=batch.ids[:, first:],
@@ -180,7 +183,7 @@ class HFEngine:
 
     @torch.no_grad()
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load the weights that a bucket contains.
+        """Load the weights of one bucket, which is the unit in which a weight sync transfers weights.
 
         Raises SyncError if the received bytes differ from the bytes that the sender wrote.
         """
@@ -199,10 +202,11 @@ class HFEngine:
 
     @torch.no_grad()
     def finish_load(self, version: int) -> None:
-        """Make the engine use the new weights, and check the new weights.
+        """Make the engine use the weights of all loaded buckets.
 
-        Unfinished answers continue with a recomputed KV cache, or with their old KV cache if `rollout.keep_kv_cache` is
-        true.
+        If the buckets contain probes, check that the engine's weights match the trainer's weights. Answers that are
+        unfinished when the weights change continue with a recomputed KV cache. If `rollout.keep_kv_cache` is true, the
+        unfinished answers continue with their old KV cache instead.
         """
         self.reader.close()
         self._copy(self.adapters.merged())
@@ -253,8 +257,8 @@ def sample(
         kept = keep(cast(torch.LongTensor, None), cast(torch.FloatTensor, kept))
     probabilities = torch.where(greedy[:, None], scaled, kept).softmax(-1)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    # Because of rounding, the probabilities of a row may sum to less than 1, and a random number above their sum would
-    # give an index that is too large. Each random number is therefore multiplied by the sum of its row's probabilities.
+    # Because of rounding, the probabilities of a row may sum to less than 1. Each random number is multiplied by the
+    # sum of its row's probabilities, because a random number above this sum would give an index beyond the vocabulary.
     drawn = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
     tokens = torch.where(greedy, logits.argmax(-1), drawn.clamp(max=logits.size(-1) - 1))
     return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()
@@ -263,7 +267,7 @@ def sample(
 def layer_outputs(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the product W v in float32 for each matrix W of the model, where v is the fixed random probe vector of W.
 
-    One-dimensional parameters are returned unchanged, except for the conversion to float32.
+    Parameters that are not matrices are returned unchanged, except for the conversion to float32.
     """
     outputs = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -288,7 +292,7 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
         model.set_attn_implementation(GROUPED)
     except ConfigError:
         raise
-    except ValueError as error:  # transformers raises ValueError for an architecture that has its own attention code.
+    except ValueError as error:  # transformers raises ValueError if the model's attention code cannot be replaced.
         raise ConfigError(
             f"model.path={path}: does not load for rollout=hf ({one_line(str(error), 160)}); use a model of another "
             "architecture"

@@ -1,9 +1,10 @@
 """Pool of rollout replicas, which distributes requests over the replicas and sends the actor's weights to the replicas.
 
 A replica counts as dead if its process has ended, is stopped (SIGSTOP) or hangs. A dead replica is replaced while the
-other replicas continue to work. A new process that replaces a dead replica gets requests only after the new process has
-received the current weights. The prompt groups that a dead replica had not finished are lost, and the caller of the
-pool must submit the lost prompt groups again.
+other replicas continue to work. A new process that replaces a dead replica gets requests only after the new process
+has received the current weights. The prompt groups that a dead replica had not finished are lost, and the caller of
+the pool must submit the lost prompt groups again. An optional replica is a replica that the run can go on without: it
+runs only while the cluster has CPUs and GPUs that no required process needs.
 """
 
 import asyncio
@@ -125,7 +126,7 @@ class RolloutPool:
     def take_lost(self) -> set[int]:
         """Return and forget the uids of the prompt groups that lost answers when replicas died.
 
-        The caller must submit the returned prompt groups again.
+        The caller must submit the prompt groups with lost answers again.
         """
         taken, self._lost = self._lost, set()
         return taken
@@ -161,7 +162,8 @@ class RolloutPool:
             if not awake:
                 break
             slept = await asyncio.gather(*(replica.sleep() for replica in awake))
-            if False in slept:  # Engines on a CPU can never sleep.
+            # `Replica.sleep` returns False if the engine keeps its device memory, as every engine on a CPU does.
+            if False in slept:
                 self.sleeps, self._source = False, source
                 self.changes.notify()
                 return
@@ -221,7 +223,8 @@ class RolloutPool:
                 except WorkerLost:
                     if not any(rank.process.how_lost for rank in ranks):
                         raise
-                    # A rank of the actor has died. The next `load` will send the weights of the restarted actor.
+                    # A rank of the actor has died, so the pool sends no weights until the next call of `load`, which
+                    # sends the weights of the restarted actor.
                     self._source = None
         self._resume()
 
@@ -253,9 +256,9 @@ class RolloutPool:
     async def room_for(self, replica: Replica) -> None:
         """Wait until the cluster has free CPUs and GPUs for an optional replica.
 
-        An optional replica never starts while the training ranks restart, because it could take the CPUs or GPUs that
-        the training ranks need. Before the training ranks restart, `hold_weights` sets `_source` to None. After
-        the restart, `load` sets `_source` again. `room_for` therefore waits while `_source` is None.
+        An optional replica never starts while the training ranks restart, because the replica could take the CPUs or
+        GPUs that the training ranks need. `room_for` waits while `_source` is None: `hold_weights` sets `_source` to
+        None before the training ranks restart, and the first call of `load` after the restart sets `_source` again.
         """
         assert replica.room is not None, "only an optional replica may wait for free CPUs and GPUs"
 
@@ -329,7 +332,7 @@ class RolloutPool:
                 raise
             return False
         for replica, role in roles.items():
-            # The process that received the weights may have died or been replaced.
+            # A replica serves only if the process that received the weights is still alive and has not been replaced.
             if replica.role is role and replica.ready:
                 replica.state, replica.asleep = ReplicaState.SERVING, False
         return True

@@ -20,8 +20,8 @@ from workers.rollout.worker import RolloutWorker
 
 # Seconds that an optional replica waits after the loss of its process before it looks for free CPUs and GPUs.
 RETRY_S = 15.0
-# Seconds after which `poll` returns even without finished answers. A replica in the driver's process uses LOCAL_POLL_S,
-# because its `poll` blocks the driver.
+# Seconds after which `poll` returns even without finished answers. If a replica runs in the driver's own process, a
+# running `poll` blocks the driver, so `poll` returns after LOCAL_POLL_S seconds.
 LONG_POLL_S, LOCAL_POLL_S = 1.0, 0.05
 
 
@@ -73,7 +73,7 @@ class Owner(Protocol):
         """Wait until an optional replica may start a process."""
 
     def go_on_without(self, replica: "Replica", how: str) -> None:
-        """Record the loss of an optional replica."""
+        """Record that an optional replica was lost; the run goes on without the replica."""
 
     async def give_weights(self, replica: "Replica") -> None:
         """Wait until the replica has the weights that the pool sent last."""
@@ -86,10 +86,10 @@ class Replica:
         number: Index of the replica in the pool.
         start: Function that starts a process for the replica, and begins to build the engine in the process.
         start_timeout_s: Maximum time to build the engine, in seconds.
-        room: None if the run cannot go on without the replica. For an optional replica, `room` is a function that waits
-            until the cluster has free CPUs and GPUs for the replica. The first process of an optional replica starts
-            when CPUs and GPUs are free. If the process of an optional replica is lost, the run goes on without the
-            replica until CPUs and GPUs are free again.
+        room: None if the replica is not optional, so that the run cannot go on without the replica. For an optional
+            replica, `room` is a function that waits until the cluster has free CPUs and GPUs for the replica. The first
+            process of an optional replica starts when CPUs and GPUs are free. If the process of an optional replica is
+            lost, the run goes on without the replica until CPUs and GPUs are free again.
 
     Attributes:
         running: Keys of the requests to the replica that have no answer yet.
@@ -151,7 +151,7 @@ class Replica:
     def submit(self, requests: Sequence[HasKey]) -> None:
         """Send requests to the engine, without waiting for a reply.
 
-        An error of the engine is raised later, in the asyncio task that runs `live`.
+        An error of the engine is not raised by `submit`, but in the asyncio task that runs `live`.
         """
         self.running.update(request.key for request in requests)
         self._sent.append(self.role.start(RolloutWorker.submit, cast(Sequence[Request], requests)))
@@ -173,8 +173,8 @@ class Replica:
             try:
                 await results(self._sent)  # Requests that reach the engine after `abort` would not be aborted.
                 await self.role.call(RolloutWorker.abort)
-                # If new requests were submitted before the running `poll` has ended, the running `poll` could return
-                # answers to the new requests.
+                # Wait until the running `poll` has ended, because `poll` could return answers to requests that are
+                # submitted after the abort.
                 await results(self._open)
             except WorkerLost:
                 return  # The task that runs `live` will replace the lost process.
@@ -193,7 +193,8 @@ class Replica:
             slept = await role.call(RolloutWorker.sleep)
         except WorkerLost:
             return None
-        if self.role is role:  # The replica may have got a new process during the call of `sleep`.
+        # If the replica's process was replaced during the call of `sleep`, the engine of the replacement is not asleep.
+        if self.role is role:
             self.asleep = slept
         return slept
 
@@ -210,9 +211,9 @@ class Replica:
         """Wait until the engine is built and can receive weights.
 
         Raises:
-            WorkerLost: The process died, or the engine was not ready in time. WorkerLost is also raised if building the
-                engine failed, unless the pool is still starting and the replica is not optional. `live` catches
-                WorkerLost and replaces the process.
+            WorkerLost: The process died, or the engine was not ready in time. If building the engine failed, WorkerLost
+                is raised unless the pool is still starting and the replica is not optional. `live` catches WorkerLost
+                and replaces the process.
             WorkerError: Building the engine failed during the pool's start, and the replica is not optional.
         """
         try:

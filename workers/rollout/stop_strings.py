@@ -8,8 +8,8 @@ tokenizer. A tokenizer in vLLM might decode tokens differently than the tokenize
 from collections.abc import Sequence
 from typing import Any
 
-# When the end of an answer is decoded, this number of tokens is decoded in addition to the tokens that can form a stop
-# string, because decoders may change the start of a text.
+# Only the last tokens of an answer are decoded: the tokens that can form a stop string, and the MARGIN tokens before
+# them, because decoders may change the first characters of a decoded text.
 MARGIN = 8
 INCOMPLETE = "\ufffd"  # Character that decoders write for an incomplete UTF-8 sequence.
 
@@ -66,9 +66,9 @@ class StopStrings:
     def _tail(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the last tokens of an answer, enough to contain any stop string that the last token completes.
 
-        The returned tokens include `window` tokens whose text is not empty. `window` is the number of bytes in the
-        longest stop string plus `MARGIN`. If fewer than `window` tokens of the answer have a text that is not empty,
-        all tokens of the answer are returned.
+        `_tail` returns the shortest end of the answer that has `window` tokens whose text is not empty. `window` is
+        the number of bytes in the longest stop string plus `MARGIN`. If fewer than `window` tokens of the answer have a
+        text that is not empty, all tokens of the answer are returned.
         """
         missing = self.window
         for start in range(len(ids) - 1, -1, -1):

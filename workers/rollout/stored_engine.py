@@ -2,8 +2,7 @@
 
 The engine reads the answers from the tables of samples in the earlier run's output folder, with the tokens, log-probs
 and weight versions of that run. A run with the settings, data and seed of the earlier run repeats all updates of the
-earlier run. A run that differs from the earlier run in loss, reward or learning rate trains on the same answers as the
-earlier run.
+earlier run. The stored answers are used even if the loss, the reward or the learning rate differs from the earlier run.
 """
 
 import functools
@@ -101,7 +100,7 @@ class StoredEngine:
         """Ignore the weights."""
 
     def finish_load(self, version: int) -> None:
-        """Ignore the new version number, because stored answers keep the weight versions of the earlier run."""
+        """Ignore the version of the synced weights, because stored answers keep the weight versions of their run."""
 
     def sleep(self) -> bool:
         """Return False, because the engine holds no device memory."""
@@ -114,7 +113,8 @@ class StoredEngine:
 def make(config: Config, path: str, stop_ids: Sequence[int]) -> StoredEngine:
     """Return the engine of stored answers for a config.
 
-    The engine of stored answers needs neither the model nor the model's end tokens.
+    The arguments `path` and `stop_ids` are ignored, because the engine of stored answers needs neither the model nor
+    the model's end tokens.
     """
     assert config.rollout.run is not None, "`rltrain.run.checks` must refuse rollout=stored without rollout.run"
     return StoredEngine(Path(config.rollout.run))

@@ -28,7 +28,8 @@ class TurnServer:
         parse: Function that finds the tool calls in the text of an action.
 
     Attributes:
-        open: Maps the engine's request key of each unfinished turn to the client and the unfinished result.
+        open: Maps the engine's request key of each unfinished turn to a pair: the client that requested the turn, and
+            the unfinished result.
         finished: Maps each client to the finished turns that the client has not polled yet.
     """
 
@@ -55,8 +56,9 @@ class TurnServer:
             if result.error or result.full:
                 ended.append(result)
                 continue
-            # The engine's request key contains a consecutive number instead of the index of the turn. The key is
-            # therefore unique, even if a client process that died has left an unfinished request for the same turn.
+            # A request key for the engine ends with a consecutive number instead of the index of the turn, so that
+            # every request key is unique. With the index of the turn, a request key could equal the key of an
+            # unfinished request that a dead client process has left for the same turn.
             key = (*turn.key[:2], next(self._numbers))
             self.open[key] = client, result
             requests.append(Request(key, prompt_ids, turn.temperature, max_tokens, turn.seed))
@@ -79,7 +81,8 @@ class TurnServer:
                 observed = renderer.prompt_ids(messages)
             else:
                 observed = renderer.observation_ids(messages, turn.action_ids)
-        # An agent program can send messages and tools for which the chat template was not written.
+        # The chat template may raise any exception, because an agent program can send messages and tools for which the
+        # template was not written.
         except Exception as error:
             refused = isinstance(error, ValueError)
             said = str(error) if refused else f"the messages cannot be rendered: {described(error)}"
@@ -130,7 +133,7 @@ class TurnServer:
         for one in completions:
             client, result = self.open.pop(one.key, (None, None))
             if client is None or result is None:
-                continue  # The turn was aborted between its rendering and its submission to the engine.
+                continue  # The turn was aborted before it was submitted to the engine, so no client waits for it.
             written = self.renderer.action_text(one.token_ids)
             action = self.parse(written)
             done = replace(

@@ -32,7 +32,7 @@ class TurnRequest:
         key: The turn as a tuple (prompt group uid, index of the sample in the prompt group, index of the turn).
         context_ids: Token ids that come before the policy's previous action in the context; empty in a turn with a new
             context, for instance in the first turn.
-        action_ids: Token ids of the context's last action; empty in a turn with a new context.
+        action_ids: Token ids of the policy's previous action in the context; empty in a turn with a new context.
         messages: Chat messages that are added to the context. In a turn with a new context, `messages` is the whole
             conversation. In a turn that continues a context, `messages` contains, for instance, the results of tools.
         room: Maximum number of tokens in the turn's messages and the action together. In the first turn, `room` limits
@@ -82,8 +82,8 @@ class TurnResult:
         full: Whether the turn's messages left no tokens for an action, so that no action was sampled.
         error: One line that says why the messages cannot be put into the context; "" if no error occurred.
         serial: The field `serial` of the `TurnRequest` that this result answers.
-        written: Text of the action with the markup of tool calls, as the model wrote it; "" if no tool call of the
-            action is malformed.
+        written: If a tool call of the action is malformed: the text of the action as the model wrote it, including the
+            markup of tool calls; otherwise "".
     """
 
     key: tuple[int, int, int]

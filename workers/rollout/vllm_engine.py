@@ -45,7 +45,7 @@ T = TypeVar("T")
 # `skip_clone`, which only some versions of vLLM have, avoids a copy of the sampling parameters.
 OWN: dict[str, Any] = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
 GPU_PREFILL_TOKENS = 8192  # Maximum tokens per engine step on a GPU. vLLM's own default for `AsyncLLM` is 2,048.
-CPU_PREFILL_TOKENS = 8192  # Maximum tokens per engine step on a CPU, unless a single sequence can have more tokens.
+CPU_PREFILL_TOKENS = 8192  # Maximum tokens per engine step on a CPU, unless `max_model_len` is larger.
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the two kinds of memory that a sleeping engine releases.
 LOOK_S = 1.0  # Seconds between two checks that the engine's processes are alive, while a call waits.
 PROOF_S = 0.5  # Seconds to wait for evidence that a process died, after a vLLM call has failed.
@@ -163,10 +163,11 @@ class Growing:
         self.versions: list[int] = []
 
     def add(self, answer: CompletionOutput, version: int) -> bool:
-        """Add the new tokens of vLLM's output `answer`, which were sampled with weights of the given version.
+        """Add the new tokens of vLLM's output `answer`, which were sampled with the weights of version `version`.
 
         Returns:
-            Whether the text of the answer, including the added tokens, contains a stop string.
+            True if one of the added tokens completes a stop string; False otherwise, and False if an earlier token of
+            the answer has completed a stop string.
         """
         if self.ended:
             return False
@@ -289,7 +290,8 @@ class InProcessVLLM:
     def start_load(self) -> None:
         """Prepare the engine to receive new weights.
 
-        In a sleeping engine, memory is allocated again for the weights, but not yet for the KV cache.
+        If the engine sleeps, `start_load` allocates the memory of the weights again. `finish_load` allocates the memory
+        of the KV cache again.
         """
         self._wake(WEIGHTS)
         self.engine.collective_rpc("rltrain_reset")
@@ -336,10 +338,12 @@ class Family:
         # Maps the pidfd of each process to the process's name; a pidfd is readable once its process has ended.
         self.members: dict[int, str] = {}
         for process in psutil.Process().children(recursive=True):
-            # The process may have ended already, or the operating system may not support pidfds.
+            # A process that has already ended is not monitored. No process is monitored if the operating system lacks
+            # pidfds.
             with contextlib.suppress(psutil.Error, OSError, AttributeError):
                 name = " ".join(word for word in process.cmdline() if word)
-                # The resource tracker of Python's multiprocessing is not a process of the engine.
+                # The resource tracker of Python's multiprocessing is not monitored, because it is not a process of
+                # the engine.
                 if "resource_tracker" not in name:
                     self.members[os.pidfd_open(process.pid)] = f"{one_line(name, 60)} (pid {process.pid})"
         if self.members:
@@ -407,9 +411,9 @@ class AsyncVLLM:
             try:
                 return future.result(timeout=LOOK_S)
             except TimeoutError:
-                # A TimeoutError usually means that the coroutine is still running after LOOK_S seconds. But if the
-                # future is done, the coroutine itself raised TimeoutError, or ended just after `future.result` timed
-                # out.
+                # A TimeoutError usually means that the coroutine is still running after LOOK_S seconds. If `future` is
+                # done, the TimeoutError has another cause: the coroutine itself raised TimeoutError, or the coroutine
+                # ended just after `future.result` had timed out.
                 if future.done():
                     return future.result()
                 if self.family and self.family.lost:
@@ -441,7 +445,8 @@ class AsyncVLLM:
         try:
             async for output in self.engine.generate(prompt, params, name):
                 if growing is not None and growing.add(output.outputs[0], 0) and not output.finished:
-                    await self.engine.abort(name)  # An aborted request still has a final output with weight versions.
+                    # After the abort, `generate` still yields a final output, which contains the weight versions.
+                    await self.engine.abort(name)
                 if output.finished:
                     self.answers.put((name, self._completion(output, request.key, growing)))
         except Exception as error:
@@ -476,8 +481,9 @@ class AsyncVLLM:
             while True:
                 if isinstance(item, EngineDeadError):
                     raise self._reason(item)
-                # vLLM also returns outputs for aborted requests. Those outputs are ignored, because `self.keys` does
-                # not contain the ids of aborted requests.
+                # vLLM may still return outputs for a request after the method `abort` has dropped the request. The
+                # outputs of dropped requests are ignored, because `self.keys` does not contain the ids of dropped
+                # requests.
                 if self.keys.pop(name, None):
                     if isinstance(item, Exception):
                         raise self._reason(item)
@@ -508,7 +514,8 @@ class AsyncVLLM:
     def start_load(self) -> None:
         """Pause generation, and prepare the engine to receive new weights.
 
-        In a sleeping engine, memory is allocated again for the weights, but not yet for the KV cache.
+        If the engine sleeps, `start_load` allocates the memory of the weights again. `finish_load` allocates the memory
+        of the KV cache again.
         """
         self._sync(self._start_load())
 
@@ -518,7 +525,7 @@ class AsyncVLLM:
         Raises SyncError if the received bytes differ from the bytes that the sender wrote.
         """
         with as_file(bucket) as shared:
-            pickled = pickle.dumps(shared)  # The weights themselves are in the shared file and are not pickled.
+            pickled = pickle.dumps(shared)  # `shared` names a file that holds the weights, so no weights are pickled.
             self._sync(self.engine.update_weights(WeightTransferUpdateRequest({"pickled": pickled})))
 
     def finish_load(self, version: int) -> None:
@@ -579,8 +586,8 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     """Return the vLLM engine for a config: an engine in this process, or AsyncLLM for GPUs and tensor parallelism.
 
     Raises:
-        ConfigError: The model's weights are incomplete, or vLLM does not start with these weights. `make` checks that
-            the weights are complete, because vLLM does not report a missing layer.
+        ConfigError: The model's weights are incomplete, or vLLM does not start with the model's weights. `make` checks
+            that the weights are complete, because vLLM does not report a missing layer.
     """
     check_weights(path, f"model.path={path}")
     assert config.rollout.vllm is not None, "the vLLM engine needs the settings `rollout.vllm`"
@@ -591,7 +598,7 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
     try:
         return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=sleep_level(config))
-    except (KeyError, ValueError) as error:  # vLLM raises these for tensor names that it does not know.
+    except (KeyError, ValueError) as error:  # vLLM raises KeyError or ValueError for unknown tensor names.
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
             f"model.path={path}: vLLM does not start with this model ({reason}); save the model again with "

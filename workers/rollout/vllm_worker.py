@@ -130,8 +130,8 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         self.reader.close()
         if self.adapters.parts:
-            # The weights that have no adapter are also loaded from the model's files, because an engine that has slept
-            # may have lost these weights.
+            # An engine that has slept may have lost all its weights, so the weights that have no adapter are loaded
+            # again from the model's files, together with the merged matrices.
             self._load(self.adapters.merged(everything=True))
         finalize_layerwise_reload(self.model, self.model_config)
         if self.probes and self.device.type == "cpu" and get_tensor_model_parallel_world_size() == 1:
@@ -147,7 +147,8 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             try:
                 outputs = layer_outputs(self.model, products=True)
                 outputs |= self.lookups.result() if self.lookups else layer_outputs(self.model, products=False)
-            except Exception as error:  # Some layers cannot be run on their own.
+            # The computation of the outputs fails if a layer of the model cannot be run on its own.
+            except Exception as error:
                 raise SyncError(
                     f"weight sync {self.version}: the weights cannot be checked, because a layer of this model cannot "
                     f"be run on its own ({described(error)}); rollout.verify_sync=false turns the check off"
@@ -169,7 +170,7 @@ def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
     """Copy the tensors of incomplete fused layers out of the memory `data`, in which a bucket of weights arrived.
 
     vLLM loads a fused layer only when all parts of the layer have arrived, and until then keeps references to the parts
-    that have arrived. A tensor that is not copied would stay in the bucket's memory, which later buckets overwrite.
+    that have arrived. The parts that have arrived must be copied, because later buckets overwrite the memory `data`.
     """
     low, high = data.ctypes.data, data.ctypes.data + data.nbytes
     for layer in model.modules():
@@ -182,8 +183,8 @@ def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
 def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return a dictionary from the checkpoint name of each tensor to the name that vLLM gives to the tensor.
 
-    If vLLM fuses several layers of the checkpoint into one layer, each of the fused layers keeps its own name in the
-    returned dictionary. Tensors that vLLM's name mapping drops are not in the returned dictionary.
+    If vLLM fuses several layers of the checkpoint into one layer, `checkpoint_names` still gives the tensors of each
+    checkpoint layer a separate name. `checkpoint_names` leaves out the tensors that vLLM's name mapping drops.
     """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
@@ -230,9 +231,10 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
 
     Args:
         model: The model.
-        products: If True, the outputs of only the linear layers and the output heads are returned. If False, the
-            outputs of the embeddings are returned, and the one-dimensional parameters (such as norm weights) of all
-            layers that are neither linear layers nor output heads nor embeddings.
+        products: If True, `layer_outputs` returns only the products W v of the linear layers and the output heads, and
+            the biases of the linear layers. If `products` is False, `layer_outputs` returns the products W v of the
+            embeddings, and the one-dimensional parameters (such as norm weights) of all layers that are neither linear
+            layers nor output heads nor embeddings.
 
     Returns:
         A dictionary from checkpoint names to the products W v in float32, with one entry for each part of a fused
@@ -279,8 +281,8 @@ def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Ten
         wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
     outputs: dict[str, Tensor] = {}
     for kind, parts in wholes.items():
-        # If the checkpoint also stores the fused layer as a single tensor, the outputs of the layer's parts are
-        # concatenated, because the returned dictionary then has a single entry for the layer.
+        # If the checkpoint, like vLLM, stores a fused layer as one tensor, the layer has only one checkpoint name, so
+        # the outputs of the layer's parts are concatenated.
         parts = [torch.cat(parts)] if len(names) == 1 else parts
         outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
     return outputs
@@ -293,7 +295,8 @@ def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> lis
     has one unsharded output (or bias) for each part of the fused layer `module`.
     """
     size = module.tp_size
-    # In a row-parallel layer, each rank has a part of the inputs, and the whole bias.
+    # In a row-parallel layer, each rank has only a part of the inputs, so the ranks' outputs are summed. Biases of a
+    # row-parallel layer are not summed, because each rank has the whole bias.
     if isinstance(module, RowParallelLinear):
         return [output if is_bias or size == 1 else tensor_model_parallel_all_reduce(output)]
     if not isinstance(module, ColumnParallelLinear):
@@ -301,7 +304,8 @@ def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> lis
     parts = list(output.split(_part_sizes(module)))
     whole = gather(parts, size)
     if isinstance(module, QKVParallelLinear) and (copies := module.num_kv_head_replicas) > 1:
-        # Ranks that share a key-value head hold copies of this head. Only one copy of each key-value head is kept.
+        # Ranks that share a key-value head hold copies of the head, so the output of only one copy of each key-value
+        # head is kept.
         whole[1:] = [part.unflatten(0, (size // copies, copies, -1))[:, 0].flatten() for part in whole[1:]]
     return whole
 
@@ -314,7 +318,7 @@ def gather(parts: Sequence[Tensor], size: int) -> list[Tensor]:
 def _apply(module: Any) -> Tensor:
     """Multiply this rank's part of a layer's matrix by the probe vector, with the kernel that inference uses.
 
-    The bias of the layer is not added to the returned product.
+    The bias of the layer is not added to the product of matrix and probe vector.
     """
     is_head = isinstance(module, ParallelLMHead)
     whole = module.embedding_dim if is_head else module.input_size

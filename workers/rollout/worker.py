@@ -74,8 +74,9 @@ class RolloutWorker:
         turn_format: Format of the turns of trajectories; None if the run has no environment.
 
     Attributes:
-        records_events: Whether `RolloutWorker` itself records its calls as events of the timeline; always True.
-            The recorded events do not include the time in which a call waits for the engine's thread.
+        records_events: Always True, so that the caller of a method of `RolloutWorker` records no timeline event for the
+            call. `RolloutWorker` itself records its calls as timeline events. The recorded events do not include the
+            time in which a call waits for the engine's thread.
     """
 
     records_events = True
@@ -125,9 +126,9 @@ class RolloutWorker:
     def poll(self, timeout_s: float) -> list[Completion]:
         """Return the answers that finished since the previous call of `poll`.
 
-        Wait up to `timeout_s` seconds for the first answer. If a threaded engine has more work after its first answer,
-        `poll` waits briefly for further answers and returns all answers together. The wait for further answers ends as
-        soon as the engine has no unfinished requests.
+        Wait up to `timeout_s` seconds for the first answer. If a threaded engine still has unfinished requests after
+        the first answer, `poll` waits briefly for further answers and returns all answers together. The wait for
+        further answers ends as soon as the engine has no unfinished requests.
 
         Raises:
             SyncError: The last weight sync failed.
@@ -205,8 +206,8 @@ class RolloutWorker:
         """Stop generating answers until `finish_load` ends the weight sync.
 
         Returns:
-            The result of `memory.whereabouts()` in this process, which shows whether actor and engine can map the same
-            files.
+            The result of `memory.whereabouts()` in this process. If the result is not None and the same as in the
+            actor's process, the two processes can map each other's shared files into memory.
         """
         return self._run("start loading weights", lambda: self.receiver.start(self.engine, sync, version))
 
@@ -216,7 +217,8 @@ class RolloutWorker:
         Args:
             sync: Name of the weight sync.
             before: Result of the `load_bucket` call for the previous bucket; None for the first bucket. `before` is
-                not read. It is an argument because Ray then loads a bucket only after the previous bucket.
+                not read. Ray runs a call of `load_bucket` only after the previous call has returned its result, so
+                the engine loads the buckets in order.
             parts: The parts of the bucket, one from each rank that takes part in writing the bucket.
         """
         self._run("load weights", lambda: self.receiver.bucket(self.engine, sync, parts))
@@ -226,8 +228,8 @@ class RolloutWorker:
 
         Args:
             sync: Name of the weight sync.
-            chain: Description of the process group. The engines in the process group pass each bucket on from one
-                engine to the next.
+            chain: Description of the process group through which the weights are sent. The engines in the process
+                group pass each bucket on from one engine to the next.
             place: Index of this engine in the chain of engines, from 0.
         """
 
@@ -237,7 +239,7 @@ class RolloutWorker:
         receive_buckets(chain, place, load)
 
     def finish_load(self, sync: str, before: None) -> None:
-        """Resume generation, or raise SyncError if the engine does not compute with the new weights."""
+        """End a weight sync and resume generation, or raise SyncError if the engine does not use the loaded weights."""
         self._run("finish loading weights", lambda: self.receiver.finish(self.engine, sync))
 
     def give_up_load(self, sync: str, reason: str) -> None:
@@ -252,9 +254,11 @@ class RolloutWorker:
         self.closed = True
 
     def _run(self, name: str, function: Callable[[], T]) -> T:
-        """Return the result of `function`, run in the engine's thread, or in the calling thread if the engine has none.
+        """Run `function` in the engine's thread, and return the result of `function`.
 
-        The call of `function` is recorded as a timeline event with the given name.
+        If the engine has no thread of its own, `function` runs in the calling thread.
+
+        `_run` records the call of `function` as a timeline event with the name `name`.
         """
 
         def recorded() -> T:
@@ -269,8 +273,9 @@ class RolloutWorker:
             try:
                 return future.result(timeout=1)
             except TimeoutError:
-                # If the future is done, either `function` itself raised this TimeoutError, or `function` ended just
-                # after the wait for `future.result` timed out.
+                # If the future is done after a TimeoutError, either `function` itself raised this error, or `function`
+                # ended just after the wait timed out. The method `result` of a finished future returns the result of
+                # `function` or raises its error.
                 if future.done():
                     return future.result()
                 if not self.thread.is_alive():
@@ -279,7 +284,8 @@ class RolloutWorker:
     def _loop(self) -> None:
         while not self.closed:
             self._obey(wait=not self._has_work())
-            if self._has_work():  # `_obey` may have started a weight sync, which pauses generation.
+            # `_obey` may have started a weight sync, and no generation step may run during a weight sync.
+            if self._has_work():
                 try:
                     self._step()
                 except BaseException as error:

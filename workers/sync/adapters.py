@@ -3,7 +3,8 @@
 If the actor trains low-rank adapters, a weight sync transfers only the matrices A and B of each adapted matrix. In
 every sync, the engine reads the base weights from the model's files and merges the adapters into the base weights.
 Because every sync starts from the base weights, each adapter is applied exactly once, regardless of the number of
-syncs. The model's files are memory-mapped and not kept in memory.
+syncs. The model's files are memory-mapped during the merge, so the engine keeps no second copy of the base weights in
+memory.
 """
 
 from collections.abc import Iterator
@@ -37,7 +38,8 @@ class Adapters:
         """Yield (name, merged matrix in float32) for each adapted matrix, one at a time.
 
         Args:
-            everything: whether to also yield the tensors that have no adapter, unchanged from the model's files.
+            everything: whether to yield all tensors; tensors without an adapter are yielded unchanged from the model's
+                files.
 
         Raises:
             SyncError: the base matrix of an adapter is missing, or only one of an adapter's matrices A and B has

@@ -96,9 +96,9 @@ class Bucket:
     def probes(self) -> dict[str, np.ndarray]:
         """Return a dictionary that maps names of tensors to the values with which the engine verifies its weights.
 
-        The value for a matrix W is the product W v, where v is a fixed random vector. The value for a tensor that is
-        not a matrix is the flattened tensor (see `checks.probe`). A tied tensor is in the dictionary under each of its
-        names.
+        The dictionary maps the name of a matrix W to the product W v, where v is a fixed random vector. The dictionary
+        maps the name of a tensor that is not a matrix to the flattened tensor (see `checks.probe`). A tied tensor is in
+        the dictionary under each of its names.
         """
         found: dict[str, list[np.ndarray]] = {}
         for piece in self.pieces:
@@ -114,7 +114,7 @@ def aligned(size: int) -> int:
 
 
 def end(places: Sequence[Place]) -> int:
-    """Return the size in bytes of a bucket with the given places, rounded up to a multiple of `ALIGNMENT`."""
+    """Return the size in bytes of a bucket with the tensors `places`, rounded up to a multiple of `ALIGNMENT`."""
     return places[-1].start + aligned(places[-1].size) if places else 0
 
 

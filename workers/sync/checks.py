@@ -44,12 +44,12 @@ def probe(tensor: Tensor) -> Tensor:
     return tensor.float() @ probe_vector(tensor.size(1), tensor.dtype)
 
 
-@functools.lru_cache(maxsize=32)  # 32 probe vectors are enough: a model's matrices have few different widths.
+@functools.lru_cache(maxsize=32)  # A model's matrices have few different widths, so 32 cached vectors are enough.
 @torch.inference_mode(False)
 def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the probe vector (size,) in float32: fixed random values that `dtype` can represent exactly.
 
-    The returned vector is cached, so callers must not modify it.
+    `probe_vector` caches the probe vectors, so callers must not modify a probe vector.
     """
     generator = torch.Generator().manual_seed(size)
     return torch.randn(size, generator=generator).to(dtype).float()

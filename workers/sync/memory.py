@@ -2,10 +2,11 @@
 
 Only the user who runs the process can access a shared file. A shared file's name is removed as soon as all processes
 have opened the file, and at the latest at the end of the sync, even if the sync fails. If all processes that use a
-shared file are killed before the file's name is removed, the file (as large as two buckets) stays in memory. The guard
-process of a local run removes leftover shared files when the run ends. On a cluster, the next weight sync on the same
-host removes leftover shared files. A process holds a lock on each shared file that it has mapped, to show that the file
-is in use. The operating system releases a lock when the process that holds the lock ends.
+shared file are killed before the file's name is removed, the file (as large as two buckets) stays in memory. In a run
+on one machine, a guard process outlives the driver, and removes leftover shared files when the run ends. On a cluster,
+the next weight sync on the same host removes leftover shared files. A process holds a lock on each shared file that it
+has mapped, to show that the file is in use. The operating system releases a lock when the process that holds the lock
+ends.
 
 Python's `SharedMemory` is not used, because it does not preallocate memory. Writing to memory that is not preallocated
 kills the process if the shared-memory folder is full. The filelock library is not used, because it cannot take a shared
@@ -57,7 +58,7 @@ class SharedFile:
         size: size in bytes of the file to create. If `size` is None, an existing file at `path` is opened.
 
     Raises:
-        OSError: the file cannot be created because there is no room, or the file to open does not exist.
+        OSError: the shared-memory folder has no room for a new file, or the file to open does not exist.
     """
 
     def __init__(self, path: str, size: int | None = None) -> None:
@@ -70,7 +71,8 @@ class SharedFile:
                 # If the memory were not preallocated and the shared-memory folder became full, SIGBUS would kill the
                 # writing process.
                 os.posix_fallocate(descriptor, 0, max(size, 1))
-            # The memory map keeps the file open, and the open file keeps its advisory lock.
+            # `descriptor` can be closed, because the memory map keeps the file open, and the open file keeps its
+            # advisory lock.
             self.memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
         except BaseException:
             if size is not None:
@@ -95,7 +97,7 @@ class Reader:
         self.file: SharedFile | None = None
 
     def data(self, bucket: Bucket) -> np.ndarray:
-        """Return the bytes (n,) of a bucket that all ranks have written.
+        """Return the bytes (n,) of a whole bucket, after all ranks have written their parts of the bucket.
 
         Raises:
             SyncError: the bucket's file cannot be opened.

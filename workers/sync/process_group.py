@@ -5,10 +5,10 @@ parts of a bucket into the whole bucket. Each engine sends the whole bucket to t
 loads the bucket. Different processes work on different buckets at the same time. If the engines of each host follow one
 another in the chain, the weights are sent over the network to each host only once.
 
-The driver starts a single call in each process, which transfers all buckets, so the driver's work does not grow with
-the size of the model. Ranks and engines wait for each other without the driver. The members of the process group find
-each other through a store (TCPStore). A member that fails sets the key `GIVEN_UP` in the store, and each member looks
-for this key once a second. If a process or a machine is lost, the driver sets the key `GIVEN_UP`.
+The driver starts only one call per process for all buckets together, so the driver's work does not grow with the size
+of the model. Ranks and engines wait for each other's buckets directly, without messages from the driver. The members of
+the process group find each other through a store (TCPStore). A member that fails sets the key `GIVEN_UP` in the store,
+and each member looks for this key once a second. If a process or a machine is lost, the driver sets the key `GIVEN_UP`.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class Chain:
     """Description of a weight sync through a process group. All members of the process group get the same `Chain`.
 
     The members of the process group are numbered from 0. The first members are the actor's ranks that send weights. The
-    remaining members are the engines, in the order in which the buckets pass through them.
+    members after the actor's ranks are the engines, in the order in which the buckets pass through them.
 
     Attributes:
         name: name of the weight sync.
@@ -81,7 +81,7 @@ class Chain:
 
 
 def serve_store(host: str) -> TCPStore:
-    """Start a store (TCPStore) in this process that listens at a free port of the address `host` only."""
+    """Start a store (TCPStore) in this process; the store listens only at the address `host`, on a free port."""
     listener = listener_at(host)
     port = listener.getsockname()[1]
     return TCPStore(
@@ -92,8 +92,9 @@ def serve_store(host: str) -> TCPStore:
 def give_up(chain: Chain, reason: str) -> None:
     """Mark a weight sync as failed in the store, so that the members of the sync stop waiting for each other.
 
-    If the store cannot be reached, `give_up` does nothing: the process of the actor's rank 0, which runs the store, is
-    then lost, so all members of the sync stop because their connections to the store are closed.
+    If the store cannot be reached, `give_up` does nothing, because the process that runs the store (the actor's rank 0)
+    is then lost. If the process that runs the store is lost, all members of the sync stop, because their connections to
+    the store are closed.
     """
     with contextlib.suppress(RuntimeError):
         _mark(_connect(chain, GIVE_UP_S), reason)
@@ -132,7 +133,8 @@ class Member:
                 f"{socket.gethostname()} cannot connect to {chain.host}:{chain.port}, where rank 0 of the actor "
                 f"listens: open the ports between the machines, or set rollout.weight_transport=object_store"
             ) from error
-        gloo: Any = ProcessGroupGloo  # PyTorch's type annotations lack most methods of `ProcessGroupGloo`.
+        # The variable has the type `Any`, because PyTorch's annotations lack most methods of `ProcessGroupGloo`.
+        gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=TRANSFER_S)
         # With `lazy_init`, a member connects only to the members to which it sends or from which it receives data.
@@ -214,10 +216,10 @@ class Member:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Close the connections to the other members.
+        """Close the connections to the other members of the process group.
 
-        If this member failed, it first marks the weight sync as failed, so that the other members also stop. The
-        connections are closed when no thread uses the process group any more.
+        If the `with` block raised an exception, `__exit__` first marks the weight sync as failed, so that the other
+        members of the process group stop. The connections are closed when no thread uses the process group any more.
         """
         if error is not None:
             with contextlib.suppress(RuntimeError):

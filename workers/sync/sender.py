@@ -1,9 +1,9 @@
 """The part of a weight sync that runs on an actor rank: the rank copies the rows that it holds into buckets.
 
 Tensors that are sharded by rows are sent without being gathered. Each rank converts the rows that it holds to the
-engine's dtype and copies the rows into a bucket. While the copied rows are in the CPU's cache, the rank also computes
-their checksum and their product with a fixed random vector (see `workers.sync.checks`). Tensors that are sharded, but
-not by rows, are gathered, and rank 0 writes the gathered tensors.
+engine's dtype and copies the rows into a bucket. Each rank computes the checksum of the copied rows, and their product
+with a fixed random vector, while the copied rows are still in the CPU's cache (see `workers.sync.checks`). Tensors that
+are sharded, but not by rows, are gathered, and rank 0 writes the gathered tensors.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,8 +28,8 @@ from workers.sync.checks import checksum, probe
 from workers.sync.memory import SharedFile, remove_stale, whereabouts
 from workers.sync.process_group import Chain, send_parts, serve_store
 
-SLOTS = 2  # Number of buckets in the shared file: engines read one bucket while ranks write the other.
-CHUNK_BYTES = 1 << 20  # Approximate bytes of a chunk of rows, which fits into a CPU core's cache.
+SLOTS = 2  # The shared file has room for at most two buckets: engines read one bucket while ranks write the next one.
+CHUNK_BYTES = 1 << 20  # Rows are processed in chunks of about CHUNK_BYTES bytes, which fit into a CPU core's cache.
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,9 @@ class Offer:
             sends no part of a bucket takes part in writing the bucket only if it must help to gather a tensor. If there
             are several replicas of the model, the ranks of only one replica send rows.
         where: string that shows which processes can share files: two processes that can map each other's shared files
-            have the same string. `where` is None if this string is unknown (see `memory.whereabouts`).
-        has_file: whether the driver gave a path for a shared file for the weights and, on rank 0, this file could be
+            have the same string. `where` is None if it is unknown with which processes the rank can share files (see
+            `memory.whereabouts`).
+        has_file: True if the driver gave a path for the shared file of the weights and, on rank 0, the shared file was
             created.
         gathers: whether at least one tensor must be gathered from several ranks before the tensor is sent.
     """
@@ -85,7 +86,7 @@ class Sender:
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def offer(self, path: str | None) -> Offer:
-        """Prepare the sync, and return this rank's `Offer` to the driver.
+        """Prepare the weight sync on this rank, and return the message (`Offer`) that the rank sends to the driver.
 
         If `path` is given, rank 0 creates the shared file at `path`. If there is no room for the shared file,
         `Offer.has_file` is False in rank 0's offer.
@@ -101,9 +102,10 @@ class Sender:
         return Offer(takes_part, whereabouts(), has_file, any(map(is_gathered, self.parameters.values())))
 
     def takes_part(self, number: int) -> bool:
-        """Return whether `write` must be called on this rank for a bucket.
+        """Return whether this rank must call `write` for the bucket with the index `number`.
 
-        `write` must be called if this rank has rows in the bucket, or if all ranks must gather a tensor of the bucket.
+        A rank must call `write` for a bucket if the rank has rows in the bucket, or if all ranks must gather a tensor
+        of the bucket.
         """
         held = [self.parameters[place.name] for place in self.layout[number]]
         return any(is_gathered(one) or row_range(one, self.first) for one in held)
@@ -113,7 +115,7 @@ class Sender:
 
         The members of the process group find each other through the store, which runs until `close` is called.
         """
-        self._close_file()  # The weights do not go through the shared file.
+        self._close_file()  # No shared file is needed if a process group transfers the weights.
         self.store = serve_store(own_address())
         return self.store.host, self.store.port
 
@@ -192,8 +194,9 @@ class Sender:
 class AdapterSender(Sender):
     """Sender of the matrices A and B of a model's adapters in float32.
 
-    If `check` is True, `AdapterSender` also sends products of the merged weight matrices and a fixed random vector,
-    with which an engine verifies its merged weights (see `checks.probe`).
+    If `check` is True, `AdapterSender` sends, besides the matrices A and B, the products of the merged weight matrices
+    and a fixed random vector. An engine uses the products that it receives to verify its merged weights (see
+    `checks.probe`).
 
     `AdapterSender` takes the same arguments as `Sender`. Each engine merges the adapters into its own copy of the base
     weights, as `workers.sync.adapters` describes.
@@ -211,7 +214,7 @@ class AdapterSender(Sender):
         return adapter_tensors(model)
 
     def takes_part(self, number: int) -> bool:
-        """Return whether `write` must be called on this rank for a bucket.
+        """Return whether this rank must call `write` for the bucket with the index `number`.
 
         If `check` is True, all ranks take part in writing the last bucket, because they must gather the adapters to
         compute the probes of the merged weights.
@@ -222,7 +225,8 @@ class AdapterSender(Sender):
     def write(self, number: int, path: str | None) -> Bucket:
         """Write this rank's part of a bucket, as `Sender.write` does.
 
-        If `check` is True, the last bucket also contains the results of `checks.probe` for the merged weights.
+        If `check` is True, the last bucket contains, besides adapter matrices, the results of `checks.probe` for the
+        merged weights.
         """
         bucket = super().write(number, path)
         bucket.scale = self.scale
@@ -245,8 +249,8 @@ class AdapterSender(Sender):
     def _proofs(self) -> Iterator[Piece]:
         """Yield for each parameter of the merged model a `Piece` with a probe of the rows that this rank holds.
 
-        The `Piece` does not contain the rows themselves. The probe of a matrix is its product with a fixed random
-        vector (see `checks.probe`).
+        Each yielded `Piece` contains only the probe, and not the bytes of the rows. The probe of a matrix is its
+        product with a fixed random vector (see `checks.probe`).
 
         All ranks must run the generator to its end, because gathering the adapters is a collective operation.
 
@@ -269,7 +273,7 @@ class AdapterSender(Sender):
 
 
 def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
-    """Return the rows that this rank sends and the index of the first row, or None if this rank sends no rows.
+    """Return the rows of a tensor that this rank sends and the index of the first row; None if this rank sends no rows.
 
     All ranks must call this function for a tensor that is gathered.
 
@@ -303,11 +307,11 @@ def is_gathered(parameter: Tensor) -> TypeGuard[DTensor]:
 
 
 def row_range(parameter: Tensor, first: bool) -> tuple[int, int] | None:
-    """Return the index of the first row and the number of rows that this rank sends; None if this rank sends no rows.
+    """Return the index of the first row of a tensor that this rank sends, and the number of rows that this rank sends.
 
-    If there are several replicas of the model, the ranks of one replica send the tensors that are sharded by rows. A
-    tensor that is not sharded by rows is sent by a single rank, for which `first` is True. A tensor without dimensions
-    counts as one row.
+    If this rank sends no row of the tensor, `row_range` returns None. If there are several replicas of the model, the
+    ranks of one replica send the tensors that are sharded by rows. A tensor that is not sharded by rows is sent by a
+    single rank, for which `first` is True. A tensor without dimensions counts as one row.
     """
     rows = parameter.size(0) if parameter.ndim else 1
     if not isinstance(parameter, DTensor) or is_gathered(parameter):

@@ -4,14 +4,16 @@ If all ranks and engines are on one host, the bytes of the buckets are in a shar
 ranks that hold rows of the bucket write these rows, and then all engines load the bucket. Ranks write bucket n only
 after every engine has loaded bucket n - 2. Ranks can write one bucket while engines load the previous bucket, and at
 most two buckets exist at a time. The driver starts all calls of ranks and engines without waiting for their results.
-The result of one call is an argument of the next call, so that Ray runs the calls in order. If a call fails or a
-process dies, all later calls of the weight sync also fail, because each call needs the result of an earlier call.
+The results of earlier calls are arguments of later calls, so that Ray runs the calls of ranks and engines in order. If
+a call fails or a process dies, all later calls of the weight sync also fail, because each call needs the result of an
+earlier call.
 
 If the ranks and engines are on several hosts, they transfer the buckets through a process group, as
 `workers.sync.process_group` describes. With `rollout.weight_transport=object_store`, ranks and engines use neither a
 shared file nor a process group. Each rank returns the bytes of its rows as the result of the call `export`, and Ray
-passes the bytes to the engines as arguments of the call `load_bucket`. Ranks and engines on several hosts also transfer
-the buckets as results and arguments of Ray calls if the ranks must gather some of the tensors together.
+passes the bytes to the engines as arguments of the call `load_bucket`. If the ranks must gather some of the tensors
+together, ranks and engines on several hosts transfer the buckets in the same way as with
+`rollout.weight_transport=object_store`.
 """
 
 import asyncio
@@ -38,8 +40,8 @@ class Sends(Protocol):
     def export(self, number: int, path: str | None, *loaded: None) -> Bucket:
         """Write the rows that this rank holds into a bucket.
 
-        Ray runs `export` only after the `load_bucket` calls whose results are passed as `loaded` have ended. Each of
-        these results is None.
+        Ray runs `export` only after the `load_bucket` calls whose results are passed as `loaded` have ended. The result
+        of a `load_bucket` call is always None.
         """
 
     def serve_store(self) -> tuple[str, int]:
@@ -68,8 +70,9 @@ class Receives(Protocol):
     def load_bucket(self, sync: str, before: None, *parts: Bucket) -> None:
         """Load a bucket from the parts that the ranks wrote.
 
-        The argument `before` is the result of the engine's previous `load_bucket` call, which is always None. Ray waits
-        for this result before it runs the next `load_bucket` call, so the engine loads the buckets in order.
+        The argument `before` is the result of the engine's previous `load_bucket` call, which is always None. Ray runs
+        a `load_bucket` call only after the engine's previous `load_bucket` call has ended, so the engine loads the
+        buckets in order.
         """
 
     def receive_all(self, sync: str, chain: Chain, place: int) -> None:
@@ -79,7 +82,7 @@ class Receives(Protocol):
         """
 
     def finish_load(self, sync: str, before: None) -> None:
-        """Resume generating responses, now with the new weights."""
+        """Resume generating responses, with the weights that the engine has received."""
 
     def give_up_load(self, sync: str, reason: str) -> None:
         """Mark the weight sync as failed, and store the reason."""
@@ -100,8 +103,9 @@ async def sync(
         engines: the engines that receive the weights.
         version: version of the weights.
         check: whether to verify that the engines compute with the sent weights.
-        transport: how to transfer the weights. "auto" chooses shared memory if all processes are on one host, and a
-            process group if they are on several hosts.
+        transport: how to transfer the weights. "auto" chooses shared memory if all processes are on one host with room
+            for two buckets in its shared memory. "auto" chooses a process group if the processes are on several hosts,
+            or if their one host lacks room in its shared memory.
 
     Raises:
         WorkerLost: the process of a rank or of an engine died or hung. After a WorkerLost, the surviving engines
@@ -125,8 +129,8 @@ async def sync(
                 "host, and room for two buckets in its shared memory; use rollout.weight_transport=auto"
             )
         through_group = transport == "process_group" or (transport == "auto" and receivers[0].concurrent and not shared)
-        # No process group is used if the ranks must gather some tensors in collectives. If one rank gave up a failed
-        # weight sync, the other ranks would wait for this rank in the collective.
+        # No process group is used if the ranks must gather some tensors in collectives, because a rank that gave up a
+        # failed weight sync would leave the other ranks waiting in a collective.
         if through_group and not any(offer.gathers for offer in offers):
             await _through_group(ranks, engines, path, offers, places)
         else:
@@ -137,7 +141,8 @@ async def sync(
             raise SyncError(f"weight sync {version} failed: {error}") from error
         raise
     finally:
-        # If a rank was lost, the surviving ranks may be waiting for the lost rank and would never run `end_export`.
+        # If a rank was lost, the driver does not call `end_export`, because the surviving ranks may be waiting for the
+        # lost rank and would never run `end_export`.
         if not any(process.how_lost for process in senders):
             with contextlib.suppress(RLTrainError):
                 await results([rank.start(Sends.end_export) for rank in ranks], depends_on=receivers)
@@ -158,7 +163,7 @@ async def _stream(
     Args:
         ranks: the actor's ranks.
         engines: the engines.
-        path: path of the shared file, which is also the name of the weight sync.
+        path: path of the shared file, which serves as the name of the weight sync even if no shared file is used.
         offers: one `Offer` per rank, which says for each bucket whether the rank takes part in writing the bucket.
         shared: whether the bytes of the buckets go through the shared file. If `shared` is False, each rank returns its
             bytes as the result of `export`, and Ray passes the bytes to the engines as arguments of `load_bucket`.
@@ -188,7 +193,7 @@ async def _through_group(
     """Transfer all buckets with one call per process, and then make the engines finish loading.
 
     The engines pass the buckets on in a chain. Engines on the same host follow one another in the chain, so that each
-    host receives the weights only once. The engines on the host of rank 0 come first.
+    host receives the weights only once. The engines on the host of rank 0 come first in the chain.
     """
     host, port = await ranks[0].call(Sends.serve_store)
     senders = [n for n, offer in enumerate(offers) if any(offer.takes_part)]

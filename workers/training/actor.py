@@ -1,4 +1,4 @@
-"""The actor, the sharded causal language model that is trained: how it computes log-probs and updates its weights."""
+"""Code of the actor, the causal language model that is trained: computation of log-probs and update of the weights."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ SAME_POLICY_NATS = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
 class ActorWorker:
-    """One rank of the actor.
+    """The part of the actor (the language model that is trained) on one training rank.
 
     Args:
         config: the run's whole config.
@@ -97,7 +97,7 @@ class ActorWorker:
         self.state = RankState("actor", self.model, self.optimizer, base=self.path)
 
     def _arrange(self, model: PreTrainedModel) -> None:
-        """Add adapters if the config requests adapters, and shard the model, before its weights are loaded."""
+        """Add adapters if the config requests adapters, and shard the model, before the model's weights are loaded."""
         if self.config.model.lora:
             adapt(model, self.config.model.lora)
         shard(model, self.config)
@@ -106,12 +106,12 @@ class ActorWorker:
         """Compute the old log-probs, and other columns that the settings require, before the update changes the
         weights.
 
-        The rows of the returned batch are in the order of `microbatches`.
+        `compute_log_probs` returns the rows in the order in which `microbatches` lists them.
 
         Returns:
-            A batch with the column `old_log_probs`. The returned batch also has the column `entropies` if the advantage
-            estimator or the token selector of the loss reads entropies, and the column `full_kl` if the exact KL to the
-            reference model is subtracted from the reward.
+            A batch with the column `old_log_probs`. The batch of old log-probs also has the column `entropies` if the
+            advantage estimator or the token selector of the loss reads entropies, and the column `full_kl` if the exact
+            KL to the reference model is subtracted from the reward.
         """
         in_reward, temperature = self.config.algorithm.kl_in_reward.full, self.config.rollout.temperature
 
@@ -136,9 +136,9 @@ class ActorWorker:
     def add_teacher_head(self, head: Tensor) -> None:
         """Append a teacher's output head (V', H'), which `TeacherWorker.output_head` returned, to `teacher_heads`.
 
-        The output heads must be appended in the order of the teachers in the config. The exact KL to a teacher needs
-        the teacher's output head, because the teacher sends only hidden states. If the teacher's vocabulary is larger
-        than the policy's, the teacher's distribution is restricted to the policy's vocabulary.
+        The output heads of several teachers must be appended in the order of the teachers in the config. The exact KL
+        to a teacher needs the teacher's output head, because the teacher sends only hidden states. If the teacher's
+        vocabulary is larger than the policy's, the teacher's distribution is restricted to the policy's vocabulary.
         """
         words = self.model.get_output_embeddings().weight.size(0)
         assert len(head) >= words, "a teacher's vocabulary must not be smaller than the policy's"
@@ -148,7 +148,7 @@ class ActorWorker:
         self.teacher_heads.append(scaled.to(device(), getattr(torch, self.config.model.dtype)))
 
     def _teachers(self, part: DataProto) -> TeacherStates:
-        """Return the outputs of the teachers for the response tokens of a micro-batch."""
+        """Return the teachers' last hidden states at the response tokens of `part`, and the teachers' output heads."""
         numbers = part.batch["teacher"].repeat_interleave(part.lengths("responses"))
         return TeacherStates(numbers, part.values("teacher_hidden").to(device()), self.teacher_heads)
 
@@ -224,8 +224,8 @@ class ActorWorker:
     ) -> UpdateResult:
         """Accumulate the gradient of a mini-batch of sampled answers, and return the results of the mini-batch.
 
-        In the first mini-batch of an update (when `number`, the index of the mini-batch, is 0), the tokens' log-probs
-        are also compared with the old log-probs and with the engine's log-probs.
+        In the first mini-batch of an update (when `number`, the index of the mini-batch, is 0), `_policy_gradient`
+        compares the tokens' log-probs with the old log-probs and with the engine's log-probs.
         """
         first, part = number == 0, UpdateResult()
         chosen = in_epoch(batch, number // self.config.minibatches_per_epoch)
@@ -264,7 +264,7 @@ class ActorWorker:
 
     def _end_update(self) -> None:
         if self.config.takes_turns:
-            # The rollout engine on the same GPU needs the memory that PyTorch's allocator keeps in its cache.
+            # The cache of PyTorch's allocator is emptied, because the rollout engine on the same GPU needs the memory.
             torch.cuda.empty_cache()
 
     def _backward(
@@ -309,7 +309,7 @@ class ActorWorker:
             max_response_length=self.config.rollout.max_response_length,
         )
         # FSDP averages the gradients over the ranks, but the gradient of the whole mini-batch is the sum over the
-        # ranks. Multiplying the loss by the number of ranks turns the average into the sum.
+        # ranks. Multiplying the loss by the number of ranks turns the average of the gradients into the sum.
         (loss * torch.distributed.get_world_size()).backward()
         _add(result.losses, parts)
         _add(result.sums, sums)
@@ -348,8 +348,8 @@ class ActorWorker:
         """Gather the reference model's output head (V, H) for the exact KL. All training ranks must call this method.
 
         Args:
-            shard: the shard of the reference model's output head that the reference rank with the same rank number as
-                this rank holds.
+            shard: this rank's shard of the reference model's output head. The reference rank with the same rank number
+                holds the same shard.
         """
         self.ref_head = whole_of(shard.to(device(), copy=True), self.model.get_output_embeddings().weight)
 
@@ -369,9 +369,9 @@ class ActorWorker:
     def export(self, number: int, path: str | None, *_loaded: None) -> Bucket:
         """Write this rank's part of a bucket of weights, and return the bucket.
 
-        If `path` is given, the new bucket overwrites an earlier bucket in the shared file. `_loaded` holds the results
-        (None) of the engine calls that load the earlier bucket. Ray waits for the results in `_loaded` before it runs
-        `export`, so that no bucket is overwritten while an engine loads the bucket.
+        If `path` is given, the bucket is written to the shared file and may overwrite an earlier bucket. `_loaded`
+        holds the results (None) of the engine calls that load the bucket to be overwritten. Ray waits for the results
+        in `_loaded` before it runs `export`, so that no bucket is overwritten while an engine loads the bucket.
         """
         return self.sender.write(number, path)
 
@@ -549,7 +549,8 @@ def teacher_kl(columns: Mapping[str, Tensor]) -> Tensor:
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
     """Compare the current log-probs with the old log-probs and with the engine's log-probs.
 
-    The differences are added to the totals in `result`.
+    The sum of |log-prob - old log-prob| and the sums of `rollout_diagnostics`, all over the trained tokens, are added
+    to `result.first`.
 
     `_compare` is called only for the first mini-batch, before the first optimizer step.
     """

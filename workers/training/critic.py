@@ -42,7 +42,8 @@ class CriticWorker:
             path,
             new_head=True,
             arrange=self._arrange,
-            first_value=lambda _, shape: torch.zeros(shape),  # the weight files lack only the value head
+            # The value head, the only parameter that is not read from the weight files, starts with zeros.
+            first_value=lambda _, shape: torch.zeros(shape),
             device=weights_device(config.model),
         )
         self.optimizer = Optimizer(
@@ -54,13 +55,19 @@ class CriticWorker:
         self.state = RankState("critic", self.model, self.optimizer)
 
     def _arrange(self, model: PreTrainedModel) -> None:
-        """Replace the last layer of the empty model by a value head without a bias, and shard the model."""
+        """Replace the last layer of the model by a value head without a bias, and shard the model.
+
+        The weights of the model must not have been loaded yet.
+        """
         name, head = _head(model)
         setattr(model, name, nn.Linear(head.in_features, 1, bias=False, device="meta"))
         shard(model, self.config)
 
     def compute_values(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Compute the column `values`, with rows in the order of `microbatches`."""
+        """Return a batch whose column `values` contains the critic's estimate for each response token.
+
+        The rows of the batch with the column `values` are in the order of `microbatches`.
+        """
 
         def columns(_: DataProto, packed: Pack) -> dict[str, Tensor]:
             return {"values": response_values(self.model, packed)}
@@ -71,7 +78,7 @@ class CriticWorker:
         """Take one optimizer step for each mini-batch.
 
         The column `returns` contains the values that the critic is trained to predict. Predicted values are clipped to
-        a range around the old values in the column `values`.
+        a range around the critic's estimates from before the update, which are in the column `values`.
         """
         result = UpdateResult(losses={"value_loss": 0.0})
         for minibatch in minibatches:
@@ -83,9 +90,9 @@ class CriticWorker:
                 step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
             result.add(part, minibatch.num_tokens, step)
         if self.config.takes_turns:
-            # The rollout engine on the same GPU needs the memory that PyTorch's allocator keeps in its cache. The
-            # critic empties the allocator's cache itself, because the actor has no update that would empty the cache
-            # during the critic's warm-up.
+            # The cache of PyTorch's allocator is emptied, because the rollout engine on the same GPU needs the cached
+            # memory. The critic empties the allocator's cache itself, because the actor has no update that would empty
+            # the cache during the critic's warm-up.
             torch.cuda.empty_cache()
         return result
 

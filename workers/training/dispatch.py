@@ -70,7 +70,7 @@ class UpdateResult:
         return all(map(math.isfinite, (*self.losses.values(), self.supervised_loss)))
 
     def add(self, part: "UpdateResult", tokens: int, step: dict[str, float]) -> None:
-        """Add the results of a mini-batch to this result of the whole update.
+        """Add the results of a mini-batch to the running totals of the whole update.
 
         If the optimizer step of the mini-batch was skipped, the sums, losses and token counts of `part` are ignored.
 
@@ -120,8 +120,9 @@ def split_minibatches(
 ) -> list[list[Minibatch]]:
     """Return, for each rank, the rank's part of each mini-batch.
 
-    Each part also holds three counts of the whole mini-batch over all ranks: the number of trained tokens, the number
-    of rows with a trained token, and the number of trained tokens at which `positive_mask` is True.
+    Besides the rank's rows, each `Minibatch` object holds three counts of the whole mini-batch over all ranks: the
+    number of trained tokens, the number of rows with a trained token, and the number of trained tokens at which
+    `positive_mask` is True.
 
     Rows without a trained token are in no micro-batch, because such rows would add exactly zero to the gradient. The
     docstring of `assign_minibatch` explains the argument `work`.
@@ -201,7 +202,7 @@ def collect_rows(parts: Sequence[DataProto], assigned: Sequence[Sequence[RowIndi
 
 
 def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Combine the results of all ranks into the metrics of one update. The returned metrics include no timings.
+    """Combine the results of all ranks into the metrics of one update, without timings.
 
     Token metrics are means over trained tokens, and `teacher_kl` is the mean over the trained tokens of answers that a
     teacher has scored. Losses, `grad_norm` and `lr` are means over optimizer steps, and `grad_norm_max` is the maximum
@@ -246,7 +247,7 @@ def divergence(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
 
     Args:
         sums: dictionary that `rollout_diagnostics` returned. Each value of `sums` is the sum, over tokens, of a
-            quantity that compares the two log-probs of a token.
+            quantity that compares the actor's log-prob of a token with the engine's log-prob of the token.
         tokens: number of tokens over which the values of `sums` were summed.
 
     Returns:

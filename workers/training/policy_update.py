@@ -20,7 +20,7 @@ async def update_policy(
     entropy_coef: float,
     supervised: DataProto | None = None,
 ) -> dict[str, float]:
-    """Update the actor on all mini-batches in the given order, and return the metrics of the update.
+    """Update the actor on all mini-batches, in the order of `minibatches`, and return the metrics of the update.
 
     Args:
         actor: worker group of the actor, with one worker on each training rank.
@@ -30,7 +30,7 @@ async def update_policy(
         max_tokens: maximum number of tokens of a micro-batch on one rank.
         entropy_coef: coefficient of the entropy bonus in this training step.
         supervised: batch of supervised answers, or None if the run has no supervised loss. In each mini-batch, the
-            actor also trains on the supervised answers to the mini-batch's prompts.
+            actor trains on the sampled answers and on the supervised answers to the same prompts.
     """
     algorithm = config.algorithm
     batch = with_selected(batch, minibatches, config.minibatches_per_epoch, algorithm)

@@ -74,7 +74,8 @@ class RankState:
         role: name of the role, and of the role's folder in the checkpoint.
         model: the model, possibly sharded. If `optimizer` is not None, only the trained parameters are saved.
         optimizer: optimizer of the trained parameters, or None for a model that has no optimizer.
-        base: directory from which the model was loaded, or None if checkpoints contain no exported model.
+        base: directory from which the model was loaded; some files of the exported model are copied from `base`. If
+            `base` is None, checkpoints contain no exported model.
     """
 
     def __init__(self, role: str, model: nn.Module, optimizer: Optimizer | None, *, base: Path | None = None) -> None:
@@ -86,7 +87,7 @@ class RankState:
     def group(self) -> dist.ProcessGroup:
         """Return the process group for the collective operations of checkpoints.
 
-        All ranks must access `group` for the first time together, because the access creates a process group.
+        All ranks must access `group` for the first time together, because the first access creates the process group.
         """
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
         return group
@@ -103,7 +104,8 @@ class RankState:
         found = {} if optimizer is None else {_SCHEDULE: torch.tensor(optimizer.steps)}
         for name, parameter in self.model.named_parameters():
             if optimizer is None or parameter.requires_grad:
-                # An unsharded parameter of a sharded model may be a copy that FSDP has rounded to the compute dtype.
+                # An unsharded parameter of a sharded model must not be saved, because it may be a copy that FSDP has
+                # rounded to the compute dtype.
                 assert not sharded or isinstance(parameter, DTensor), f"parameter {name} is not sharded"
                 found[f"model.{name}"] = parameter.detach()
             if optimizer is not None and parameter.requires_grad:
@@ -126,7 +128,8 @@ class RankState:
         copies, group = [writer.stage(self.tensors())], self.group
 
         def write() -> None:
-            # After `pop`, `copies` no longer holds the copied tensors, so their memory is freed when `save` returns.
+            # After `pop`, `copies` no longer holds the copied tensors, so their memory is freed when PyTorch's function
+            # `save` returns.
             save(copies.pop(), storage_writer=writer, process_group=group)
 
         self.result = None

@@ -70,8 +70,8 @@ class ReferenceWorker(TeacherWorker):
 
         Args:
             number: index of the group of weights in the result of `weight_groups`.
-            shards: the actor's shards of the weights in this group. Rank i of the reference model gets the shards of
-                rank i of the actor.
+            shards: the actor's shards of the weights in group `number`. Rank i of the reference model gets the shards
+                of rank i of the actor.
         """
         tick()
         parameters = dict(self.model.named_parameters())
@@ -82,7 +82,7 @@ class ReferenceWorker(TeacherWorker):
     def head_shard(self, to_host: bool) -> Tensor:
         """Return this rank's shard of the output head (V, H), in the dtype in which the reference model computes.
 
-        If `to_host` is True, the shard is in CPU memory.
+        If `to_host` is True, the shard of the output head is returned in CPU memory.
         """
         shard = local_shard(self.model.get_output_embeddings().weight)
         shard = shard.to(getattr(torch, self.config.model.dtype))

@@ -5,9 +5,9 @@ only its own shards, so no tensor is gathered. If actor and reference are in one
 actor's shards in place. If actor and reference are in two processes, the actor's process sends its shards directly to
 the reference's process, in groups of limited size.
 
-If the KL is exact, each rank of the actor keeps a copy of the reference model's whole output head. After each update of
-the reference model, the ranks of the actor gather the reference model's new output head from the shards of the
-reference model's ranks.
+If the exact KL from the reference model is used (`kl_estimator=full`), each rank of the actor keeps a copy of the
+reference model's whole output head. After each update of the reference model, the ranks of the actor gather the
+reference model's new output head from the shards of the reference model's ranks.
 """
 
 from workers.cluster.processes import Pending, Role, results
@@ -34,7 +34,7 @@ async def refresh_reference(actor: WorkerGroup[ActorWorker], reference: WorkerGr
 def _updates(source: Role[ActorWorker], target: Role[ReferenceWorker], groups: int) -> list[Pending[None]]:
     """Start to update the shards of one rank of the reference model, and return the pending calls.
 
-    Each group of the rank's shards is updated by one call of `ReferenceWorker.refresh`.
+    One call of `ReferenceWorker.refresh` updates one group of the shards that a rank of the reference model holds.
     """
     to_host, started = source.process is not target.process, list[Pending[None]]()
     for number in range(groups):

@@ -69,8 +69,8 @@ def score_head(model: PreTrainedModel) -> nn.Module:
 def row_scores(model: PreTrainedModel, packed: Pack) -> Tensor:
     """Return the model's output at the last token of each packed row, in float32."""
     outputs: list[Tensor] = []
-    # The model treats all packed rows as a single row, and returns only one score. A forward hook on the score layer
-    # therefore collects the layer's output for every token.
+    # The model treats all packed rows as a single row, and returns only one score. To get the scores of all rows, a
+    # forward hook on the score layer collects the layer's output for every token.
     hook = score_head(model).register_forward_hook(lambda _, __, out: outputs.append(out))
     model(
         input_ids=packed.input_ids,

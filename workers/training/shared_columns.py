@@ -13,7 +13,8 @@ from workers.cluster.processes import Shared, WorkerProcess
 
 # Names of the columns that a forward pass reads. Only batches of conversations have the column `context_starts`.
 FORWARD = ("prompts", "responses", "context_starts")
-SUPERVISED = (*FORWARD, "response_mask")  # Names of the columns of supervised answers that an update reads.
+# Names of the columns that an update reads from a batch of supervised answers.
+SUPERVISED = (*FORWARD, "response_mask")
 CRITIC_UPDATE = (*FORWARD, "response_mask", "values", "returns")
 
 
@@ -25,9 +26,9 @@ def log_probs_columns(algorithm: AlgorithmConfig) -> list[str]:
 def update_columns(algorithm: AlgorithmConfig) -> list[str]:
     """Return the names of all columns that the actor's update can read.
 
-    A batch may lack some columns of the returned list. The loss function has one parameter for each column that it
-    reads, with the same name as the column. The columns that only the loss's token selector reads are left out,
-    because the driver selects the tokens.
+    A batch may lack some of the columns that `update_columns` returns. The loss function has one parameter for each
+    column that it reads, with the same name as the column. The columns that only the loss's token selector reads are
+    left out, because the driver selects the tokens.
     """
     columns = [*FORWARD, "response_mask", "advantages", "old_log_probs", "rollout_log_probs"]
     columns += columns_of(loss_functions(algorithm.loss_mode)[0])
@@ -40,10 +41,10 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
     return list(dict.fromkeys(columns))
 
 
-# A rank that needs some rows of a column may already have received a part of these rows in this training step. If the
-# rank has received at most the fraction FEW of the needed rows, the driver puts all needed rows of the column into
-# Ray's object store as one new object. The driver creates one object faster than several objects, even if the rank then
-# gets some rows twice.
+# A rank that needs some rows of a column may have received a part of the needed rows earlier in the same training step.
+# If the rank has received at most the fraction FEW of the needed rows, the driver puts all needed rows of the column
+# into Ray's object store as one new object. Sending a few rows to the rank a second time costs the driver less than
+# creating an additional object in Ray's object store.
 FEW = 0.1
 
 
@@ -52,8 +53,8 @@ class _Part:
     """Some rows and columns of the training step's batch, stored as one object in Ray's object store.
 
     Attributes:
-        rows: indices, in the whole batch, of the rows of this part, in ascending order.
-        columns: names of the columns in this part.
+        rows: indices, in the whole batch, of the rows that this part of the batch contains, in ascending order.
+        columns: names of the columns that this part of the batch contains.
         reference: Ray reference to a batch that has only the rows `rows` and the columns `columns`.
     """
 
@@ -62,9 +63,9 @@ class _Part:
     reference: Any
 
     def holds(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return a bool mask over the argument `rows` that is True for each row that this part contains.
+        """Return a bool mask over the argument `rows`: True for each row that this part of the batch contains.
 
-        If the argument `rows` lists exactly the rows of this part, `holds` returns None instead of a mask.
+        If the argument `rows` lists exactly the rows of this part of the batch, `holds` returns None instead of a mask.
         """
         return None if np.array_equal(rows, self.rows) else np.isin(rows, self.rows)
 
@@ -73,9 +74,9 @@ class SharedColumns:
     """Registry of the rows and columns of the current training step that each rank has already received.
 
     Each rank reads only some rows of a batch. The batches of one training step have most columns in common. Only the
-    rows and columns that a rank has not yet received in the step are put into Ray's object store. Exception: see `FEW`.
-    The Ray references to the data of the previous training step are deleted as soon as a batch with new columns is
-    shared.
+    rows and columns that a rank has not yet received in the step are put into Ray's object store. Exception: see
+    `FEW`. The method `share` deletes the Ray references to all earlier data when a column has the name of an earlier
+    column but lies in different memory, as in the first batch of the next training step.
     """
 
     def __init__(self) -> None:
@@ -132,15 +133,15 @@ def _divided(
         rows: row numbers of the rows that the receiver reads.
 
     Returns:
-        The parts that contain some of the rows and columns that the receiver reads; and the data that must still be
-        sent, as pairs of column names and row numbers.
+        Two lists: the parts that contain some of the rows and columns that the receiver reads, and the data that must
+        still be sent to the receiver, as pairs (names of columns, row numbers).
     """
     used, lacks = set[int](), dict[tuple[str, ...], np.ndarray]()
     held = [part.holds(rows) for part in parts]
     by_parts: dict[tuple[int, ...], list[str]] = {}
     for name in columns:
         by_parts.setdefault(tuple(k for k, part in enumerate(parts) if name in part.columns), []).append(name)
-    # Columns for which all needed rows are sent, because the receiver has few or none of these rows yet (see `FEW`).
+    # Columns of which all needed rows are sent, because the receiver has at most the fraction `FEW` of the needed rows.
     whole: list[str] = []
     for numbers, names in by_parts.items():
         if any(held[number] is None for number in numbers):

@@ -36,8 +36,8 @@ class TeacherWorker:
 
         Returns:
             A batch with the column `teacher_log_probs`, the log-probs of the response tokens, normalized over the
-            teacher's whole vocabulary. If the exact KL to the teacher is added to the loss, the batch also has the
-            column `teacher_hidden`, the teacher's last hidden states.
+            teacher's whole vocabulary. If the exact KL to the teacher is added to the loss, the batch has a second
+            column, `teacher_hidden`, with the teacher's last hidden states.
         """
         temperature, exact = self.config.rollout.temperature, self.config.algorithm.distillation.full
 
@@ -51,7 +51,8 @@ class TeacherWorker:
     def output_head(self) -> Tensor | None:
         """Return the weight (V, H) of the last layer, times the factor by which the model multiplies its logits.
 
-        All ranks must call this method. Only rank 0 returns the weight of the last layer; all other ranks return None.
+        All ranks must call `output_head`, because the weight is sharded and is gathered from all ranks. Only rank 0
+        returns the weight of the last layer; all other ranks return None.
 
         Raises:
             ConfigError: the last layer has a bias, which the exact KL does not support.

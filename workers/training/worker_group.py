@@ -37,8 +37,9 @@ class WorkerGroup(Generic[W_co]):
         sequence_ranks: number of neighbouring ranks that split the tokens of each pack (sequence parallelism). The
             ranks that split a pack get the same rows and return the same results. A pack can hold up to
             `sequence_ranks` times as many tokens as one rank can process.
-        shared: registry of the rows and columns in Ray's object store. Several worker groups can use the same
-            `SharedColumns` object. If `shared` is None, the worker group creates its own `SharedColumns` object.
+        shared: registry of the batches' rows and columns that are already in Ray's object store. Several worker groups
+            can use the same `SharedColumns` object. If `shared` is None, the worker group creates its own
+            `SharedColumns` object.
     """
 
     def __init__(
@@ -169,10 +170,10 @@ class WorkerGroup(Generic[W_co]):
         """Split mini-batches over the ranks.
 
         Returns:
-            Two values. The first value is a list that contains, for each rank, the rows that the rank reads and the
-            rank's parts of the mini-batches. The row indices in a rank's part of a mini-batch are indices into the rows
-            that the rank reads. The second value is a dictionary of metrics of the overhead that splitting the
-            mini-batches causes.
+            A list and a dictionary of metrics. The list has one entry for each rank, or for each set of ranks that
+            split the same packs. An entry of the list consists of the rows that the rank reads and the rank's parts of
+            the mini-batches. The row indices in a rank's part of a mini-batch are indices into the rows that the rank
+            reads. The metrics measure the overhead that is caused by splitting the mini-batches over the ranks.
         """
         lengths, work = self.costs(batch)
         tokens = max_tokens * self.sequence_ranks

@@ -64,8 +64,8 @@ def gtpo(
     penalties in the reward have no effect.
 
     token_level_rewards, response_mask and entropies are (B, T); uid, valid and successes are (B,). The advantages and
-    the returns are (B, T) and 0 in masked slots. The returned `returns` are the token rewards r_{i,t},
-    and not sums of later rewards.
+    the returns are (B, T) and 0 in masked slots. `gtpo` returns the token rewards r_{i,t} as the returns, and not sums
+    of later rewards.
 
     Raises:
         ValueError: if alpha_1 or alpha_2 is not finite and >= 0, if both are 0, or if `successes` is NaN for all valid
@@ -153,9 +153,9 @@ def _learning_rows(response_mask: Tensor, uid: Tensor, valid: Tensor, successes:
 
 
 def _by_outcome(uid: Tensor, correct: Tensor) -> Tensor:
-    """Return an id for each row (B,).
+    """Return for each row (B,) an id of the row's group and outcome (correct or wrong).
 
-    Two rows have the same id only if they are in the same group and are either both correct or both wrong.
+    Rows of the same group with the same outcome have the same id, and all other pairs of rows have different ids.
     """
     return 2 * group_index(uid) + correct.long()
 
@@ -163,10 +163,10 @@ def _by_outcome(uid: Tensor, correct: Tensor) -> Tensor:
 def _relative_shares(entropies: Tensor, outcome: Tensor, counted: Tensor, correct: Tensor) -> Tensor:
     """Compute n w / sum(w), with w = entropy for correct and w = 1 / entropy for wrong answers: (B, T) -> (B, T).
 
-    A slot is one position (row, column) of a (B, T) tensor. For each slot, sum(w) is a sum over the n slots in the same
-    column that are marked in `counted` (B, T) and whose rows have the same `outcome` (B,). The factor n makes the mean
-    of n w / sum(w) over the n summed slots equal to 1. The results in slots that are not marked in `counted` are
-    meaningless.
+    A slot is one position (row, column) of a (B, T) tensor. For each slot, sum(w) adds up the weights w of n slots:
+    those slots of the same column that are marked in `counted` (B, T) and whose rows have the same entry in `outcome`
+    (B,). The factor n gives the results of these n slots the mean 1. The results in slots that are not marked in
+    `counted` are meaningless.
     """
     # An entropy is clamped to at least 0, because rounding can make an entropy slightly negative.
     entropies = entropies.clamp(min=0) + EPS

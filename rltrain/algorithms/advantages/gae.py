@@ -20,8 +20,9 @@ def gae(
     tokens, and the critic's values at tool-output tokens are not used. The critic's value V is 0 after the last trained
     token. The returns are A + V (advantages plus values).
 
-    All tensors have the shape (B, T). Inputs in masked slots are ignored, and the results are 0 in masked slots. The
-    results have no gradient. To whiten the advantages, pass the advantages to `normalize_advantages`.
+    All tensors have the shape (B, T). Inputs in masked slots are ignored, and the results are 0 in masked slots.
+    The returned advantages and returns have no gradient. To whiten the advantages, pass the advantages to
+    `normalize_advantages`.
     """
     check_discount("gamma", gamma)
     check_discount("lam", lam)

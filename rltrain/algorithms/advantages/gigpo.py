@@ -30,17 +30,19 @@ def gigpo(
     R_i is the sum of all rewards of trajectory i, and mean(R) is computed over the valid rows with the same `uid`. The
     value r_{i,k} is the sum of the rewards in turn k of trajectory i. The mean of the discounted returns G is computed
     over the turns that start in the same state (the same value in `turn_states`) and belong to valid rows with the same
-    `uid`. If `norm_by_std` is True, the divisor F is 1e-6 plus the unbiased std of the values that are averaged in the
-    mean; otherwise F is 1. All tokens of a turn get the turn's advantage. The trajectory advantage A^E is exactly 0 if
-    the group has only one trajectory. The turn advantage A^S is exactly 0 for a turn if no other turn of the group
-    starts in the same state.
+    `uid`. If `norm_by_std` is True, the divisor F(R) is 1e-6 plus the unbiased std of the reward sums in mean(R), and
+    the divisor F(G) is 1e-6 plus the unbiased std of the returns in mean(G). If `norm_by_std` is False, F(R) and F(G)
+    are 1. All tokens of a turn get the turn's advantage. The trajectory advantage A^E is exactly 0 if the group has
+    only one trajectory. The turn advantage A^S is exactly 0 for a turn if no other turn of the group starts in the same
+    state.
 
     The mean that is subtracted from a trajectory's reward sum includes this reward sum, and the mean that is subtracted
-    from a turn's return includes this return. Subtracting means that include the value itself biases the gradient. With
-    gamma 1 and `norm_by_std` False, the expected gradient for an action is the true gradient multiplied by the factor
-    f = 1 - 1/n + step_weight E[(m - 1)/m]. In the factor f, n is the number of trajectories in a group, and m is the
-    number of turns of the group that start in the action's state. Because GiGPO multiplies the true gradient by a
-    factor that differs between states, the direction of the gradient summed over all states is biased.
+    from a turn's return includes this return. The gradient is biased, because each value is compared with a mean that
+    includes this value. With gamma 1 and `norm_by_std` False, the expected gradient for an action is the true gradient
+    multiplied by the factor f = 1 - 1/n + step_weight E[(m - 1)/m]. In the factor f, n is the number of trajectories in
+    a group, and m is the number of turns of the group that start in the action's state. Because GiGPO multiplies the
+    true gradient by a factor that differs between states, the direction of the gradient summed over all states is
+    biased.
 
     token_level_rewards, response_mask, turn_index and turn_states are (B, T); uid and valid are (B,). The advantages
     are (B, T) and 0 in masked slots. The returns equal the advantages.

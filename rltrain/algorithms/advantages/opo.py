@@ -16,10 +16,10 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: 
     log-probability is proportional to the answer's length. The reward r_i is the sum of the rewards over the trained
     tokens of row i, and l_i is the number of trained tokens of row i. A group is the set of valid rows with the same
     `uid`. A group that has only one row, or whose rewards are all the same, gets advantages of exactly 0. A row that is
-    not `valid` is excluded from the statistics and gets an advantage of 0.
+    not `valid` does not count in the baseline, and gets an advantage of 0.
 
     token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
-    slots. The returned returns are the same as the advantages.
+    slots. The returns are the same as the advantages.
     """
     scores, counted = response_scores(token_level_rewards, response_mask, valid)
     raw, group = masked(scores, counted).double(), group_index(uid)

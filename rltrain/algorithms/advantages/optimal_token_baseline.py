@@ -27,21 +27,21 @@ def optimal_token_baseline(
 
     The return G_{i,t} is the undiscounted sum of the rewards of row i from token t on. The weight W_{i,t} is the sum of
     the energies e_{i,j} of the tokens up to t, and approximates the squared gradient of log pi(y_1..t). The index t
-    counts the trained tokens of a row, so tool-output tokens are skipped. In the formula of the baseline B_t, both sums
-    run over the valid rows i of the group (same `uid`) that have a t-th trained token. If the weights W_{i,t} of all
-    rows are 0 (for example, under a deterministic policy), the baseline B_t is the unweighted mean of the returns
-    G_{i,t}.
+    counts the trained tokens of a row, so tool-output tokens are skipped. The sums over i in the formula of the
+    baseline B_t run over the valid rows of the group (same `uid`) that have a t-th trained token. If the weights
+    W_{i,t} of all rows are 0 (for example, under a deterministic policy), the baseline B_t is the unweighted mean of
+    the returns G_{i,t}.
 
     The advantage A_{i,t} is exactly 0 at every token t at which all rows of the group have the same return G_{i,t}. If
     only one row of the group has a t-th trained token, the baseline at t is that row's own return. The advantages of a
-    group's longest row are exactly 0 at the tokens beyond the end of all other rows. A row that is not `valid` is
-    excluded from the statistics and gets an advantage of 0.
+    group's longest row are exactly 0 at the tokens beyond the end of all other rows. A row that is not `valid` does not
+    count in the baselines, and gets an advantage of 0.
 
     The energy e_{i,j} of `optimal_token_baseline` differs from the energy in arXiv 2602.07078. In arXiv 2602.07078, the
     energy e_{i,j} is the squared gradient of log pi(y_j) with respect to the logits, which equals 1 - 2 pi(y_j) + sum_v
-    pi_v^2, where pi_v is the probability of vocabulary entry v. The batch does not contain the sum over the vocabulary,
-    sum_v pi_v^2. `optimal_token_baseline` replaces sum_v pi_v^2 by pi(y_j), because the expectation of pi(y_j) for a
-    token y_j sampled from pi is sum_v pi_v^2.
+    pi_v^2, where pi_v is the probability of vocabulary entry v. `optimal_token_baseline` cannot compute sum_v pi_v^2,
+    because the batch contains log-probs of the sampled tokens only. `optimal_token_baseline` replaces sum_v pi_v^2 by
+    pi(y_j), because the expectation of pi(y_j) for a token y_j sampled from pi is sum_v pi_v^2.
 
     token_level_rewards, response_mask and old_log_probs are (B, T); uid and valid are (B,). The advantages and the
     returns are (B, T) and 0 in masked slots. The returns are the undiscounted reward sums G_{i,t}.
@@ -55,8 +55,8 @@ def optimal_token_baseline(
     live = torch.arange(mask.shape[-1], device=mask.device) < mask.sum(-1, keepdim=True)
     energy = masked(energy, live)
     weight = torch.where(group_sum(energy, group) > 0, energy, live)
-    # Past the end of a group's longest row, the baseline is 0 / 0 = NaN. The advantage is 0 past the end of the longest
-    # row, because `varied` is False there, and `masked` writes 0 where `varied` is False.
+    # Past the end of a group's longest row, the baseline is 0 / 0 = NaN. Because `varied` is False past the end of the
+    # longest row, `masked` replaces NaN by an advantage of 0.
     baseline = group_sum(weight * returns, group) / group_sum(weight, group)
     varied = statistics_of(returns, group, live).varied
     dtype = as_float(token_level_rewards).dtype

@@ -1,4 +1,4 @@
-"""REINFORCE++ advantages: returns whitened over the batch."""
+"""The advantages of REINFORCE++: the returns of all trained tokens, whitened over the batch."""
 
 from torch import Tensor
 
@@ -18,8 +18,8 @@ def reinforce_plus_plus(
     In `reinforce_plus_plus`, the reward r_t includes a KL penalty only if `token_level_rewards` includes a KL penalty.
     The index t counts only trained tokens, so the discount gamma is not applied at tool-output tokens. The mean and the
     unbiased std are computed over all trained tokens of the valid rows of the batch, so a long response weighs more
-    than a short one. If all returns are the same, all advantages are exactly zero. A row that is not `valid` is
-    excluded from the statistics and gets an advantage of 0.
+    than a short one. If all returns are the same, all advantages are exactly zero. A row that is not `valid` does not
+    count in the mean and the std, and gets an advantage of 0.
 
     token_level_rewards and response_mask are (B, T); valid is (B,). The advantages and the returns are (B, T) and 0 in
     masked slots. The returns are the discounted reward sums G_t, which are not whitened.

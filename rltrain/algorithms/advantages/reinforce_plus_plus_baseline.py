@@ -19,10 +19,10 @@ def reinforce_plus_plus_baseline(
     unbiased standard deviation of the deviations d_i are computed over all trained tokens of the valid rows of the
     batch.
 
-    In a group that has only one row, or whose rewards are all equal, every deviation d_i is exactly 0. The advantages
-    of a group whose deviations d_i are 0 can still differ from 0, because mean(d) over all tokens may not be 0 if
-    response lengths differ. If all deviations d_i are equal, all advantages A_{i,t} are exactly 0. A row that is not
-    `valid` is excluded from the statistics and gets an advantage of 0.
+    In a group that has only one row, or whose rewards are all equal, every deviation d_i is exactly 0. If the
+    deviations d_i of one group are 0, the group's advantages can still differ from 0, because mean(d), the mean over
+    the tokens of all groups, may differ from 0. If all deviations d_i are equal, all advantages A_{i,t} are exactly 0.
+    A row that is not `valid` is excluded from the statistics and gets an advantage of 0.
 
     token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
     slots. The returns equal the advantages.

@@ -18,7 +18,7 @@ def returns_to_go(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: 
     """Compute G_t = sum_l gamma^l r_{t+l} over the trained tokens from t on.
 
     The index t counts only trained tokens, so tool-output tokens between two trained tokens add no discount. The
-    rewards and the returned tensor are (B, T). The returned tensor is 0 in masked slots and has no gradient.
+    rewards r and the returns G have the shape (B, T). The returns G are 0 in masked slots and have no gradient.
     """
     check_discount("gamma", gamma)
     mask = as_mask(response_mask)
@@ -30,7 +30,7 @@ def returns_to_go(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: 
 def places(mask: Tensor) -> Tensor:
     """Return the index of each trained token among the trained tokens of its row, counted from 0.
 
-    The returned index is meaningless in slots where `mask` is False.
+    In slots where `mask` is False, the index that `places` returns is meaningless.
     """
     return mask.cumsum(-1) - 1
 

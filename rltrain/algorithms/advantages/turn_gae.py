@@ -29,7 +29,7 @@ def turn_gae(
     of the gradient. If `lam` is below 1, errors of the critic make the expected gradient biased.
 
     All tensors have the shape (B, T). Inputs in masked slots are ignored, and the results are 0 in masked slots. No
-    gradient flows through the returned advantages and returns.
+    gradient flows through the advantages and the returns.
     """
     check_discount("gamma", gamma)
     check_discount("lam", lam)

@@ -27,8 +27,8 @@ def turn_rloo(
     before turn k. The baseline of G_{i,k} is the mean of G_{j,k} over all other trajectories j of the group, including
     trajectories that end before turn k. All tokens of a turn get the turn's advantage. The baseline of a trajectory
     does not depend on the trajectory itself, so with gamma 1 the expected gradient is the true gradient of the expected
-    sum of rewards. If the baseline were a mean over only those trajectories that reach turn k, including trajectory i,
-    the gradient of the policy's decision to take another turn would be biased.
+    sum of rewards. If the baseline for turn k of a trajectory were a mean over only the trajectories that reach turn k,
+    including the trajectory itself, the gradient of the policy's decision to take another turn would be biased.
 
     A group is the set of valid rows with the same `uid`. A group with only one row gets advantages of exactly 0. If all
     rows of a group have the same return G_{i,k} for turn k, turn k gets advantages of exactly 0. A row that is not

@@ -10,8 +10,8 @@ from rltrain.algorithms.ratio import as_float, as_mask, masked
 class Turns:
     """The turns of each row of a batch.
 
-    Values of turns are stored in a matrix (B, K), where K is the number of turns in the row with the most turns. A turn
-    without a trained token is skipped: the turn after the skipped turn counts as the successor of the turn before.
+    Values of turns are stored in a matrix (B, K), where K is the number of turns in the row with the most turns. Turns
+    without a trained token are skipped: the successor of a turn is the next turn that has a trained token.
 
     Args:
         response_mask: (B, T), True = the token is trained on.
@@ -48,15 +48,15 @@ class Turns:
     def in_order(self, turn_values: Tensor) -> Tensor:
         """Move the values of turns with a trained token to the front of each row: (B, K) -> (B, K).
 
-        In each row of the result, the values of the turns with a trained token come first, and the remaining columns
-        are 0.
+        In each row that `in_order` returns, the values of the turns with a trained token come first. The columns after
+        the values of the turns with a trained token are 0.
         """
         return to_left(turn_values, self.present, self._place)
 
     def out_of_order(self, ordered: Tensor) -> Tensor:
         """Undo `in_order`: move each value back to the column of its turn, (B, K) -> (B, K).
 
-        The returned matrix (B, K) is 0 at turns without a trained token.
+        The matrix (B, K) that `out_of_order` returns is 0 at turns without a trained token.
         """
         return from_left(ordered, self.present, self._place)
 
@@ -68,8 +68,8 @@ class Turns:
         """Compute the return G_k = sum_l gamma^l r_{k+l}, where k counts only turns that have a trained token.
 
         r_k is the sum of the rewards of the trained tokens of turn k. The returns (B, K) are in the order of
-        `in_order`: in each row, the turns with a trained token come first. In each row of
-        the returns, the columns after the last of these turns are 0.
+        `in_order`: in each row, the turns with a trained token come first. In each row of the returns, the columns
+        after the last turn with a trained token are 0.
 
         Raises:
             ValueError: if `gamma` is outside [0, 1].

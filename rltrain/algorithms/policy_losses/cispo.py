@@ -36,7 +36,7 @@ def cispo(
     `cispo` computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. Because of the clamp of log r, the
     value of the loss is finite where pi is 0. The gradient is 0 where log r is outside of [-20, 20].
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. `cispo` returns the metric sums
     `clip_fraction` (always 0, because no gradient is removed), `weight_clip_fraction` (r outside of the clip range),
     `ratio_mean` and `ppo_kl`.
     """

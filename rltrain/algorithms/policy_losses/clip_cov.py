@@ -33,9 +33,9 @@ def clip_cov(
     selected tokens has an effect even if the policy has not changed yet (r = 1): the gradient is then the REINFORCE
     gradient of the tokens that are not selected.
 
-    All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The returned
-    metric sums are `clip_fraction` (tokens whose ratio is clipped), `selected_fraction` (tokens that were dropped
-    because they were selected), `ratio_mean` and `ppo_kl`.
+    All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. `clip_cov`
+    returns the metric sums `clip_fraction` (tokens whose ratio is clipped), `selected_fraction` (tokens that were
+    dropped because they were selected), `ratio_mean` and `ppo_kl`.
     """
     mask = as_mask(response_mask)
     dropped = as_mask(selected)

@@ -19,7 +19,10 @@ def dppo_kl(
     delta_high: float = 0.05,
     clip_ratio_c: float = 20.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the REINFORCE loss, weighted by a capped ratio, where the divergence is small; DPPO, arXiv 2602.04879.
+    """Compute the DPPO policy loss (arXiv 2602.04879): REINFORCE, weighted by a capped importance ratio.
+
+    A token is dropped (m = 0) if its advantage is positive and its probability has risen too far, or if its advantage
+    is negative and its probability has fallen too far:
 
         l = -A sg[min(r, c)] log pi(y_t) m                        sg: stop-gradient
         m = 0 where A > 0, D > delta_high and pi > pi_old, or A < 0, D > delta_low and pi < pi_old; else 1
@@ -34,7 +37,7 @@ def dppo_kl(
     finite, probabilities are clamped to at most 1, and 1 - pi is clamped to at least the smallest positive normal
     number.
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. `dppo_kl` returns the metric sums
     `clip_fraction` (dropped tokens), `weight_clip_fraction` (tokens with r > c that are not dropped), `ratio_mean` and
     `ppo_kl`.
     """
@@ -52,7 +55,8 @@ def dppo_kl(
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Compute the KL divergence between two Bernoulli distributions; the result is always finite.
 
-    `log_p` and `log_q` are the log-probabilities of the first outcome under the two distributions, at most 0.
+    A Bernoulli distribution has two outcomes. `log_p` and `log_q` are the log-probabilities of the first outcome under
+    the two distributions, and must be at most 0.
     """
     tiny = torch.finfo(log_p.dtype).tiny
     tails_p, tails_q = (-log_p.expm1()).clamp(min=tiny), (-log_q.expm1()).clamp(min=tiny)

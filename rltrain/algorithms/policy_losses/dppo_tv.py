@@ -41,9 +41,9 @@ def dppo_tv(
     `dppo_tv` computes log pi as log pi_old + log r, with the log ratio log r clamped to [-20, 20]. The gradient is 0
     where the log ratio is outside of [-20, 20]. Probabilities above 1, which rounding can cause, are clamped to 1.
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
-    `clip_fraction` (dropped tokens), `weight_clip_fraction` (tokens with r > c that are not dropped), `ratio_mean` and
-    `ppo_kl`.
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. `dppo_tv` returns the metric sums
+    `clip_fraction` (dropped tokens), `weight_clip_fraction` (tokens that are not dropped and whose ratio exceeds
+    `clip_ratio_c`), `ratio_mean` and `ppo_kl`.
     """
     check_deltas(delta_low, delta_high)
     mask = as_mask(response_mask)
@@ -71,7 +71,7 @@ def log_probabilities(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) ->
 def dropping_loss(
     log_ratio: Tensor, old_log_probs: Tensor, advantage: Tensor, mask: Tensor, *, far: Tensor, clip_ratio_c: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the token losses -A sg[min(r, c)] log pi, where sg is the stop-gradient, and the metrics.
+    """Return the token losses -A sg[min(r, c)] log pi, with the symbols of `dppo_tv`, and the metrics.
 
     `far` (B, T) marks the dropped tokens, whose loss is exactly 0 and has no gradient.
     """

@@ -29,13 +29,13 @@ def geo_mean(
         L = -A exp(1/|y| sum_t c_t),    c_t = min(log r_t, high) where A >= 0, max(log r_t, -low) where A < 0
         l_t = -s_t A_t,  s_t = exp(sg[1/|y| sum_k c_k] + c_t - sg[c_t])        sg: stop-gradient
 
-    r_t = pi(y_t) / pi_old(y_t) is the ratio of the token y_t, A_t is the token's advantage, and |y| is the number of
-    trained tokens in the row. `clip_ratio_low` and `clip_ratio_high` bound the log-ratio, so 0.4 means a clip range of
-    (e^-0.4, e^0.4) for the ratio. At every token of a row, s_t has the same value s, which is the geometric mean of the
-    row's clipped ratios. The gradient of the token's loss l_t is -s A_t grad log pi(y_t) at a token that is not
-    clipped, and 0 at a clipped token. Clipping a token does not remove the gradient of other tokens. The mean s is over
-    all trained tokens of a row, so under sequence parallelism, the caller must gather the log-probs of a whole row
-    before calling the loss.
+    r_t = pi(y_t) / pi_old(y_t) is the ratio of the token y_t, A_t is the token's advantage, and |y| is the number
+    of trained tokens in the row. `clip_ratio_low` and `clip_ratio_high` bound the log-ratio, so 0.4 means a clip
+    range of (e^-0.4, e^0.4) for the ratio. At every token of a row, s_t has the same value s, which is the
+    geometric mean of the row's clipped ratios. The gradient of the token's loss l_t is -s A_t grad log pi(y_t) at a
+    token that is not clipped, and 0 at a clipped token. Clipping a token does not remove the gradient of other
+    tokens. Under sequence parallelism, the caller must gather the log-probs of a whole row before calling
+    `geo_mean`, because the geometric mean s covers all trained tokens of the row.
 
     The loss is defined for the aggregation seq-mean-token-mean. If all tokens of a row have the same advantage, the
     mean of the token losses l_t over the row has the same value and gradient as the sequence loss L of the GMPO paper.

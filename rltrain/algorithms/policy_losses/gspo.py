@@ -40,7 +40,7 @@ def gspo(
     seq-mean-token-sum weight a row by its length, and divide the loss by a number that neither the GSPO paper nor the
     LUSPO paper uses.
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. `gspo` returns the metric sums
     `clip_fraction`, `ratio_mean` and `ppo_kl`.
     """
     check_clip_ratios(clip_ratio_low, clip_ratio_high)

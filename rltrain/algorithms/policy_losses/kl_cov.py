@@ -12,8 +12,8 @@ from rltrain.algorithms.policy_losses.selection import check_share, exactly_smal
 from rltrain.algorithms.ratio import as_mask, masked, metric_sum, policy_metrics, safe_log_ratio
 from rltrain.algorithms.registry import POLICY_LOSSES, TOKEN_SELECTORS
 
-# The KL-Cov penalty applies only to tokens whose absolute log-ratio |log r| is above this threshold, in nats. Rounding
-# makes the log-probs of two float32 forward passes of the same policy differ by less than this threshold.
+# The KL-Cov penalty applies only to tokens whose absolute log-ratio |log r| is above `ROUNDING` nats. Rounding makes
+# the log-probs of two float32 forward passes of the same policy differ by less than `ROUNDING` nats.
 ROUNDING = 1e-5
 
 

@@ -28,16 +28,17 @@ def m2po(
     not the policy that sampled the answer. The M2PO paper has one ratio, pi(y_t) / pi_rollout(y_t), and no clipping.
     The ratio of the M2PO paper is r times pi_old / pi_rollout, and pi_old / pi_rollout is the weight of
     `algorithm.correction` at level token. If `algorithm.correction` is used at level token, the loss l is multiplied by
-    the correction weight. With this correction, the ratio of the M2PO paper is the product of r and the correction
-    weight, except where pi_old / pi_rollout is outside of the correction's bounds.
+    the correction weight. The product of r and the correction weight is then the ratio of the M2PO paper, except where
+    pi_old / pi_rollout is outside of the correction's bounds.
 
     The tokens are selected before the update, so the selection limits only the distance from the sampling policy to
-    pi_old. The clip range limits how far the update moves the policy away from pi_old. AReaL's implementation of M2PO
-    also limits these two distances separately: the distance from the sampling policy to pi_old, and the distance from
-    pi_old to the current policy. In the first mini-batch after pi_old is recomputed, r is 1 and the clip has no effect.
+    pi_old. The clip range limits how far the update moves the policy away from pi_old. Like `m2po`, AReaL's
+    implementation of M2PO limits two distances separately: the distance from the sampling policy to pi_old, and the
+    distance from pi_old to the current policy. In the first mini-batch after pi_old is recomputed, r is 1 and the clip
+    has no effect.
 
-    A token that the selector drops has no loss and no gradient. The dropped token still counts in the denominators of
-    the loss aggregation, as in the M2PO paper. All tensors have the shape (B, T), and `selected` is the bool mask of
+    A token that the selector drops has no loss and no gradient. As in the M2PO paper, a dropped token still counts in
+    the denominators of the loss aggregation. All tensors have the shape (B, T), and `selected` is the bool mask of
     the dropped tokens. Masked slots have loss 0 and no gradient. The returned metric sums are `clip_fraction` (number
     of tokens whose ratio is clipped), `selected_fraction` (number of dropped tokens), `ratio_mean` and `ppo_kl`.
     """
@@ -59,7 +60,7 @@ def select_m2po(
         x_t         =  log(pi_old(y_t) / pi_rollout(y_t))
         candidates  =  the tokens with A_t x_t > 0
         selected    =  the candidates with the largest x_t^2, as few as possible, such that the mean of x_t^2 over the
-                       remaining candidates is at most m2_threshold
+                       candidates that are not selected is at most m2_threshold
 
     A candidate for dropping is a token whose probability has already moved in the direction of its advantage. PPO's
     clipping, too, affects only tokens whose probability has moved in the direction of their advantage. A token whose
@@ -74,7 +75,8 @@ def select_m2po(
     synchronous run, the log-ratio x_t is 0 except for numerical differences between the log-probs of the engine and of
     the actor, so few tokens are dropped.
 
-    All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
+    All tensors have the shape (B, T). Returns the bool mask (B, T) of the tokens to drop, which is False in masked
+    slots.
 
     Raises:
         ValueError: if `m2_threshold` is not finite and positive.

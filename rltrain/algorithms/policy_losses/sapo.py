@@ -26,7 +26,7 @@ def sapo(
     is 1 if the ratio r is 1, and decreases as r moves away from 1 in either direction. The larger the parameter tau is,
     the faster the gate w decreases.
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. `sapo` returns the metric sums
     `clip_fraction` (always 0), `gate_mean` (of the gate w), `ratio_mean` and `ppo_kl`.
     """
     check_positive(tau_pos=tau_pos, tau_neg=tau_neg)

@@ -1,4 +1,4 @@
-"""Helpers for the token selectors: covariances over a mini-batch, and selection of tokens with the smallest values."""
+"""Helpers for the token selectors: covariance of log-prob and advantage, and choice of tokens by smallest value."""
 
 import torch
 from torch import Tensor
@@ -39,9 +39,9 @@ def _deviations(values: Tensor, mask: Tensor) -> Tensor:
 def smallest(values: Tensor, candidates: Tensor, count: int) -> Tensor:
     """Return a bool mask (B, T) of the `count` candidates with the smallest values.
 
-    If there are fewer than `count` candidates (tokens at which `candidates` is True), all candidates are selected. A
-    candidate whose value equals the largest selected value is also selected, so that the result does not depend on the
-    order of rows.
+    If there are fewer than `count` candidates (tokens at which `candidates` is True), all candidates are selected.
+    Candidates whose value equals the largest value in the selection are all selected, so that the mask does not depend
+    on the order of rows.
     """
     values = as_float(values.detach())
     found = values[candidates]

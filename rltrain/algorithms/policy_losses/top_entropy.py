@@ -30,8 +30,8 @@ def top_entropy(
     and tau is the entropy threshold of the selector. Tokens that are not selected have a loss of exactly 0 and no
     gradient, but still count in the denominators of the aggregation, as in the objective of arXiv 2506.01939.
 
-    All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The returned
-    metric sums are `clip_fraction` and `clip_fraction_c` over the selected tokens, `selected_fraction`, and
+    All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. `top_entropy`
+    returns the metric sums `clip_fraction` and `clip_fraction_c` over the selected tokens, `selected_fraction`, and
     `ratio_mean` and `ppo_kl` over all trained tokens.
     """
     mask = as_mask(response_mask)

@@ -39,10 +39,11 @@ def topr(
     sampled the answer; set `algorithm.old_log_probs=rollout` to use the same denominator.
 
     The sequence ratio s is a product over all trained tokens of the row, without normalisation by the length. The sum
-    of the log-ratios is clamped to [-20, 20]. `topr` needs all tokens of a row: under sequence parallelism, gather the
-    row's log-probs before calling `topr`. If a row is one turn of a longer trajectory, the ratio s of the row covers
-    only that turn. `topr` computes log pi as log pi_old + log r, where the token's log-ratio log r is clamped to
-    [-20, 20]. The gradient is 0 at tokens whose log-ratio is outside of [-20, 20].
+    of the log-ratios of a row's tokens is clamped to [-20, 20]. `topr` needs all tokens of a row: under sequence
+    parallelism, gather the row's log-probs before calling `topr`. If a row is one turn of a longer trajectory, the
+    sequence ratio s covers only the tokens of that turn. `topr` computes log pi as log pi_old + log r, where the
+    token's log-ratio log r is clamped to [-20, 20]. The gradient is 0 at tokens whose log-ratio is outside of
+    [-20, 20].
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction`, `weight_clip_fraction`, `weight_mean`, `ratio_mean` and `ppo_kl`. `clip_fraction` is always 0,

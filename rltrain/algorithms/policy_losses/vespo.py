@@ -40,13 +40,13 @@ def vespo(
     `algorithm.old_log_probs=rollout` to use the same denominator.
 
     The sequence ratio W is a product over all trained tokens of the row, without normalisation by the length. The sum
-    of the log-ratios is clamped to [-20, 20]. Every row must be complete: under sequence parallelism, gather the
-    log-probs of a row before the loss is called. `vespo` computes log pi as log pi_old + log r, where the token's
-    log-ratio log r = log(pi / pi_old) is clamped to [-20, 20]. The gradient is 0 at tokens whose log-ratio log r is
-    outside of [-20, 20].
+    log W of a row's token log-ratios is clamped to [-20, 20]. Every row must be complete: under sequence parallelism,
+    gather the log-probs of a row before the loss is called. `vespo` computes log pi as log pi_old + log r, where the
+    token's log-ratio log r = log(pi / pi_old) is clamped to [-20, 20]. The gradient is 0 at tokens whose log-ratio
+    log r is outside of [-20, 20].
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
-    `clip_fraction` (always 0, because no gradient is removed), `weight_mean` (of the weight phi), `ratio_mean` (of the
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. `vespo` returns the metric sums
+    `clip_fraction` (always 0, because VESPO does not clip), `weight_mean` (of the weight phi), `ratio_mean` (of the
     token ratios r, not of W) and `ppo_kl`.
 
     Raises:

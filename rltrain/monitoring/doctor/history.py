@@ -134,7 +134,7 @@ def _points(rows: Sequence[Mapping[str, Any]], name: str) -> Points:
 
 
 def mean(points: Points) -> float:
-    """Return the mean of a metric's values over all given steps."""
+    """Return the mean of the values of all pairs (step, value) in `points`."""
     return sum(value for _, value in points) / len(points)
 
 
@@ -155,7 +155,7 @@ def windows(points: Points) -> Points:
 
 
 def final_streak(points: Points, holds: Callable[[float], bool], steps: int = PERSISTENT_STEPS) -> Points:
-    """Return the longest sequence of pairs at the end of `points` whose values all fulfil a condition.
+    """Return the longest sequence of pairs at the end of `points` whose values all fulfil the condition `holds`.
 
     Return [] if fewer than `steps` values at the end of `points` fulfil the condition `holds`.
     """

@@ -36,15 +36,17 @@ JUDGED_STEPS = 10  # A critic's explained variance is noisy, so the doctor avera
 def learning_rate_too_high(history: History) -> Finding | None:
     """Detect updates that are too large.
 
-    The learning rate counts as too high if the updates of one step moved the policy by a KL of at least 0.5 nats per
-    token, and the mean reward then fell. The learning rate also counts as too high if the updates of at least 3 steps
-    each moved the policy by a KL of at least 0.3 nats per token. With one optimizer step per training step, the
-    measured KL (`actor/ppo_kl`) is normally 0. If the measured KL is not above 0 in any step, the learning rate counts
-    as too high if the entropy changed by a factor of at least 3 within two steps, and the mean reward then fell.
+    The learning rate counts as too high if the updates of one step moved the policy by a KL of at least 0.5 nats
+    per token, and the mean reward then fell. Even if the mean reward did not fall, the learning rate counts as too high
+    if the updates of at least 3 steps each moved the policy by a KL of at least 0.3 nats per token. With one optimizer
+    step per training step, the measured KL (`actor/ppo_kl`) is normally 0. If `actor/ppo_kl` is never above 0, the rule
+    uses the entropy instead: the learning rate counts as too high if the entropy changed by a factor of at least 3
+    within two steps, and the mean reward then fell.
 
-    To detect a fall of the mean reward, the rule compares the 5 steps up to the large update (or up to the start of the
-    entropy change) with the last 5 steps of the run. The mean reward counts as fallen if the mean reward of the last 5
-    steps is lower by at least half the standard deviation of the individual rewards.
+    To detect a fall of the mean reward, the rule compares the 5 steps up to the large update (or up to the start of
+    the entropy change) with the last 5 steps of the run. The mean reward counts as fallen if the mean reward of the
+    last 5 steps is lower than the mean reward before the large update or entropy change, by at least half the
+    standard deviation of the individual rewards.
     """
     kl = history.points("actor/ppo_kl")
     harmful = [step for step, value in kl if value >= HUGE_KL and _reward_after(history, step)]
@@ -98,8 +100,8 @@ def _rate(history: History) -> str:
 def _jump(history: History) -> int | None:
     """Return the first step of the earliest entropy jump that was followed by a fall of the mean reward.
 
-    An entropy jump is a change of the entropy by a factor of at least `JUMP` within `JUMP_STEPS` steps. The returned
-    value is None if the mean reward did not fall after any entropy jump.
+    An entropy jump is a change of the entropy by a factor of at least `JUMP` within `JUMP_STEPS` steps. If the mean
+    reward did not fall after any entropy jump, `_jump` returns None.
     """
     entropy = [point for point in history.points("rollout/entropy") if point[1] > 0]
     for number, (step, _) in enumerate(entropy):
@@ -112,7 +114,7 @@ def _largest_change(entropy: Points) -> tuple[float, float]:
     """Return the largest factor by which the entropy rose or fell, and the entropy after this change.
 
     The first value in `entropy` is compared with the values of the next `JUMP_STEPS` steps. If `entropy` has only one
-    value, the returned factor is 1.
+    value, the entropy counts as unchanged (factor 1).
     """
     before = max(entropy[0][1], 1e-9)
     after = [max(value, 1e-9) for _, value in entropy[: JUMP_STEPS + 1]]

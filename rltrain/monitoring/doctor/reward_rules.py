@@ -73,9 +73,9 @@ def _messages(history: History, step: int) -> list[str]:
 def reward_never_applies(history: History) -> Finding | None:
     """Find reward functions that return None instead of a score for many answers.
 
-    In the last 5 steps, at least half of the answers have no score although no reward function failed for these
-    answers. The doctor also reports `reward never applies` if one of the reward functions returned None for every
-    answer of the last step.
+    The doctor reports `reward never applies` if at least half of the answers of the last 5 steps have no score although
+    no reward function failed for these answers. The doctor also reports `reward never applies` if one of the reward
+    functions returned None for every answer of the last step.
     """
     failed = dict(history.points("reward/failed_fraction"))
     points = [(step, value - failed.get(step, 0.0)) for step, value in history.points("reward/unscored_fraction")]
@@ -163,7 +163,8 @@ def reward_hacking(history: History) -> Finding | None:
     The rule compares the first 5 steps with the last 5 steps of a run of at least 10 steps. The mean reward rose by at
     least half the standard deviation of the individual rewards, but the share of correct answers rose by less than
     0.02. If a run does not measure the share of correct answers, the rule uses the summed scores of the reward
-    functions whose `outcome` is true, provided that the `outcome` of other reward functions is false.
+    functions and reward models whose `outcome` is true, provided that `outcome` is false for at least one reward
+    function or reward model.
     """
     rewards, spread = windows(history.points("reward/mean")), history.points("reward/std")
     right, what = _correctness(history)
@@ -195,9 +196,9 @@ def _correctness(history: History) -> tuple[Points, str]:
     """Return the moving average of a measure of correctness over five steps, and a description of the measure.
 
     In a run with the metric `reward/accuracy`, the measure of correctness is `reward/accuracy`. In a run without
-    `reward/accuracy`, the measure of correctness is the sum of the scores of the reward functions whose `outcome` is
-    true, provided that the `outcome` of other reward functions is false. If the run has no measure of correctness, the
-    returned list and the returned description are empty.
+    `reward/accuracy`, the measure of correctness is the sum of the scores of the reward functions and reward models
+    whose `outcome` is true, provided that `outcome` is false for at least one reward function or reward model. For a
+    run without a measure of correctness, return an empty list and an empty description.
     """
     accuracy = history.points("reward/accuracy")
     if accuracy:
@@ -270,8 +271,9 @@ def _lost(history: History, name: str) -> tuple[int, list[str]] | None:
 def reward_fell(history: History) -> Finding | None:
     """Find a mean reward that rose and then fell again.
 
-    The mean reward over 5 steps rose to a best value, and is lower in the last 5 steps. The mean reward fell by more
-    than half of its earlier rise, and by more than the standard deviation of the individual rewards.
+    The rule compares the mean reward over the last 5 steps with the best mean reward over 5 consecutive steps. The
+    doctor reports a fall if the mean reward fell from the best value by more than half of the rise from the first 5
+    steps to the best value, and by more than the standard deviation of the individual rewards.
     """
     found, spread = windows(history.points("reward/mean")), dict(windows(history.points("reward/std")))
     best = max(found, key=lambda point: point[1], default=None)

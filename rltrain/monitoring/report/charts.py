@@ -34,7 +34,7 @@ PHASES = "timing/"
 
 
 def charts(names: Iterable[str]) -> list[dict[str, Any]]:
-    """Arrange the metrics with the given names in charts.
+    """Divide the metrics in `names` among the charts of a report page.
 
     A chart is a dict with the title, the names of the metrics, and a flag that is true for a main chart.
     """
@@ -62,7 +62,7 @@ def _matches(patterns: Sequence[str], names: Iterable[str]) -> list[list[str]]:
 
 
 def descriptions(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return a dict that maps each given metric name to the meaning, unit and healthy range from the catalogue.
+    """Return a dict that maps each metric name to the metric's name, meaning, unit and healthy values in the catalogue.
 
     Metric names that the catalogue does not contain are left out.
     """

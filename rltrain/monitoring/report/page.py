@@ -30,8 +30,9 @@ def write_report(
         folders: output folders of the runs.
         output: path of the HTML file.
         defaults: command and preset config that are used for a run that did not record its command.
-        max_bytes: maximum size of the HTML file in bytes. If a file with all samples would exceed the maximum size, the
-            file omits some samples and states how many samples it shows.
+        max_bytes: maximum size of the HTML file in bytes. The space for samples is divided equally among the runs. If
+            the samples of a run do not fit into the space of the run, the HTML file omits some samples of the run, and
+            states how many samples it shows.
 
     Returns:
         A list with one message for each file, table or line that could not be read.

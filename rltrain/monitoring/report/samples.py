@@ -68,7 +68,7 @@ class Vocabulary:
     _numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def numbers(self, ids: np.ndarray) -> np.ndarray:
-        """Return the token numbers (N,) that the page uses for the given token ids (N,).
+        """Return the numbers (N,) by which the report page refers to the tokens with the ids `ids` (N,).
 
         Token ids that are not yet in the vocabulary of the page are added to the vocabulary first.
         """
@@ -86,13 +86,13 @@ class Vocabulary:
 
 
 @dataclass
-class Samples:
-    """The encoded samples of a run, as the page of a report reads them.
+class EncodedSamples:
+    """The samples of a run in the encoding that the JavaScript of a report's page decodes.
 
     Attributes:
         chunks: the chunks, which are encoded tables of samples, as base64 text.
-        index: columns with the score, the length and other facts of each sample; the page reads these columns without
-            decompressing a chunk.
+        index: columns with the score, the length and other facts of each sample; the report page reads the columns in
+            `index` without decompressing a chunk.
         vocabulary: ids and texts of the tokens on the page, and the numbers by which the page refers to the special
             tokens.
         shown: number of samples on the page.
@@ -119,14 +119,15 @@ class Size:
 
     rows: int
     tokens: int
-    numbers: int  # Number of columns whose values are floating-point numbers.
+    numbers: int  # Number of the table's columns that hold log-probs or entropies.
 
 
-def encode_samples(run: RunFiles, budget: int) -> Samples:
+def encode_samples(run: RunFiles, budget: int) -> EncodedSamples:
     """Read and encode the samples of a run.
 
-    If all samples of the run together exceed the size limit, the same share of the prompt groups is left out in each
-    step. If the size limit allows fewer than one in 8 prompt groups of each step, some steps are left out completely.
+    If the samples of the run exceed the size limit even if numbers are stored less exactly, the same share of the
+    prompt groups is left out in each step. If the size limit allows fewer than one in 8 prompt groups of each step,
+    some steps are left out completely.
 
     Args:
         run: files of the run. For each table of samples that cannot be read, a note is added to `run.notes`.
@@ -147,7 +148,7 @@ def encode_samples(run: RunFiles, budget: int) -> Samples:
         share *= 0.95 * budget / size
 
 
-def _bytes_of(samples: Samples) -> int:
+def _bytes_of(samples: EncodedSamples) -> int:
     return sum(map(len, samples.chunks)) + len(packed(to_json([samples.index, samples.vocabulary])))
 
 
@@ -199,8 +200,8 @@ def _estimate(sizes: dict[SampleFile, Size], k: int) -> float:
     return sum(size.rows * BYTES_OF_SAMPLE + size.tokens * one for size, one in pairs) * 4 / 3
 
 
-def _encoded(run: RunFiles, sizes: dict[SampleFile, Size], share: float, k: int) -> Samples:
-    vocabulary, found = Vocabulary(), Samples(total=sum(size.rows for size in sizes.values()), rounding=0.5 / k)
+def _encoded(run: RunFiles, sizes: dict[SampleFile, Size], share: float, k: int) -> EncodedSamples:
+    vocabulary, found = Vocabulary(), EncodedSamples(total=sum(size.rows for size in sizes.values()), rounding=0.5 / k)
     texts = run.token_texts
     rows: list[dict[str, Any]] = []
     files = [file for file in run.samples if file in sizes]
@@ -270,7 +271,8 @@ class Chunk:
     def _tokens(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the offsets (B + 1,) and the concatenated values (N,) of a column of lists.
 
-        If the prompt or response of a row contains a secret, the row's list is replaced by an empty list.
+        If the prompt or response of a row contains a secret, the column's list for that row is replaced by an empty
+        list.
         """
         array = self.table[name].combine_chunks()
         array = array if isinstance(array, pa.ListArray) else array.cast(pa.list_(array.type.value_type))
@@ -328,10 +330,10 @@ class Chunk:
     def _numbers(self) -> dict[str, np.ndarray]:
         """Return a dict that maps the names of the columns of real numbers, such as `advantage`, to their values.
 
-        Instead of the log-probs of the actor and of the reference model, the dict has two columns of log-prob
-        differences. The column `log_ratio` is the actor's log-prob minus the engine's log-prob. The column `kl` is the
-        actor's log-prob minus the reference model's log-prob. The encoding of real numbers is finest near 0, so small
-        log-prob differences are stored more exactly than log-probs.
+        Two columns of log-prob differences replace the log-probs of the actor and of the reference model. The column
+        `log_ratio` is the actor's log-prob minus the engine's log-prob. The column `kl` is the actor's log-prob minus
+        the reference model's log-prob. The encoding of real numbers is finest near 0, so small log-prob differences are
+        stored more exactly than log-probs.
         """
         rollout, old, ref = (self._column(f"{name}_log_probs") for name in ("rollout", "old", "ref"))
         found = {"advantage": self._column("advantages"), "log_prob": rollout, "entropy": self._column("entropies")}

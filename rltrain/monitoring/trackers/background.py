@@ -34,7 +34,7 @@ class GivesUp(Protocol):
 class BackgroundSink:
     """Sink that forwards each method call to a wrapped sink.
 
-    The forwarded calls are executed in a separate thread, in the original order.
+    A separate thread executes the calls of the wrapped sink, in the order in which the run called `BackgroundSink`.
 
     Only the method `close` of `BackgroundSink` waits for the wrapped sink. None of the methods of `BackgroundSink`
     raises an exception. If a call of the wrapped sink raises an exception, later calls of the wrapped sink are still
@@ -44,7 +44,7 @@ class BackgroundSink:
     Args:
         name: name of the wrapped sink in the text of alarms.
         sink: the wrapped sink, to which the calls are forwarded. All methods of `sink` except `give_up` are called in
-            the separate thread.
+            a separate thread.
     """
 
     def __init__(self, name: str, sink: Sink) -> None:
@@ -52,7 +52,7 @@ class BackgroundSink:
         # Each entry of the queue is a pair (call, whether the call is skipped if the last `restore` failed).
         self._calls: SimpleQueue[tuple[_Call, bool] | None] = SimpleQueue()
         self._alarms: SimpleQueue[str] = SimpleQueue()
-        # `_has_run` is True if the last call of `restore` succeeded; only the separate thread uses `_has_run`.
+        # `_has_run` is True if the last call of `restore` succeeded; only the thread `_thread` uses `_has_run`.
         self._has_run = False
         self._failed = self._full = False
         self._ends_by: float | None = None
@@ -119,7 +119,7 @@ class BackgroundSink:
     def alarms(self) -> list[str]:
         """Return the alarms that were raised since the last call of `alarms`.
 
-        Only the first exception and the first dropped call of a sink raise an alarm.
+        An alarm is raised for the first exception of a sink, for its first dropped call, and if `close` times out.
         """
         return [self._alarms.get() for _ in range(self._alarms.qsize())]
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 EXPERIMENT = "rltrain"
 # MLflow's REST API accepts at most 1000 metric values and 100 parameters in one request.
 METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100
-# The tracker sends at most one request every 5 seconds. Sending one request after each short training step would take
-# three times as much CPU time as sending one request every 5 seconds.
+# Minimum time in seconds between two requests with metric values, unless METRICS_AT_ONCE values wait or the run ends.
+# Sending one request after each short training step would take three times as much CPU time as sending one request
+# every 5 seconds.
 INTERVAL_S = 5.0
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 
@@ -49,9 +50,10 @@ class MlflowTracker:
         self.config = dict(config)
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Add one value to the history of each given metric in MLflow.
+        """Add one value to the MLflow history of each metric in `metrics`.
 
-        The metrics of all steps that end within `INTERVAL_S` seconds are sent to MLflow in one request.
+        Metric values wait until `INTERVAL_S` seconds have passed since the last request to MLflow, or until
+        `METRICS_AT_ONCE` values are waiting. All waiting values are then sent together.
         """
         from mlflow.entities import Metric
 
@@ -67,7 +69,7 @@ class MlflowTracker:
             self.client.log_batch(self.run_id, metrics=values[start : start + METRICS_AT_ONCE])
 
     def log_eval(self, step: int, metrics: Metrics) -> None:
-        """Add one value to the history of each given metric in MLflow."""
+        """Add one value to the MLflow history of each metric in `metrics`."""
         self.log_step(step, metrics)
 
     def log_samples(self, step: int, rows: TableRows) -> None:
@@ -76,7 +78,7 @@ class MlflowTracker:
         self.client.log_dict(self.run_id, table_of(rows), f"samples/step_{step:06d}.json")
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Start an MLflow run, or continue the MLflow run that belongs to the output folder.
+        """Start an MLflow run, or continue the run that belongs to the output folder or that `MLFLOW_RUN_ID` names.
 
         If a new MLflow run is started, it receives the metrics in `steps` and `evaluations`.
         """

@@ -1,6 +1,7 @@
 """The file `trackers.json`, which stores for each tracker the id of the tracker's run, such as the id of the W&B run.
 
-With the stored id, a resumed run continues the tracker's existing run instead of starting a new run in the tracker.
+A resumed training run uses the stored id to continue its existing run in the tracker, instead of starting a new run in
+the tracker.
 """
 
 import json

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     import wandb
 
 PROJECT = "rltrain"
-# The timeout of 20 seconds for finishing a W&B run is less than the 30 seconds that `BackgroundSink` waits. The library
-# wandb applies its finish timeout in `Run.finish` and again at the exit of the run's process.
+# The timeout of 20 seconds for finishing a W&B run is less than the 30 seconds that `BackgroundSink` waits, so that
+# wandb can finish before `BackgroundSink` stops waiting. The library wandb applies its finish timeout in `Run.finish`
+# and again at the exit of the run's process.
 FINISH_TIMEOUT_S = 20.0
 SERVICE = "wandb-core"  # The process `wandb-core` of the library wandb sends the data that was passed to `Run.log`.
 _WITHOUT_SERVER = ("offline", "disabled", "dryrun")
@@ -85,7 +86,8 @@ class WandbTracker:
 
         A new W&B run receives all metrics in the arguments `steps` and `evaluations`.
 
-        If a W&B run is continued, the rows of the W&B run after the training step `step` are discarded.
+        If a W&B run is continued, the rows of the W&B run after the training step `step` are discarded, unless the W&B
+        server is too old to support `resume_from`.
         """
         self.close()
         known = self.ids.read()

@@ -11,10 +11,10 @@ from rltrain.run.memory.parts import (
     SYNC,
     UPDATE,
     WIDTHS,
-    Limits,
+    FixedSizes,
     ModelShape,
     Part,
-    Process,
+    ProcessMemory,
     total,
 )
 from rltrain.settings.schema import Config
@@ -45,7 +45,9 @@ def rows_at_once(config: Config) -> int:
     return min(config.rollout.max_concurrent_sequences, -(-max(step, evaluation) // config.placement.rollout_replicas))
 
 
-def engine(config: Config, shape: ModelShape, limits: Limits, *, gpu_memory: int | None, on_gpu: bool) -> Process:
+def engine(
+    config: Config, shape: ModelShape, limits: FixedSizes, *, gpu_memory: int | None, on_gpu: bool
+) -> ProcessMemory:
     """Return the memory of one engine shard in each phase, and the number of engine shards of the run.
 
     Args:
@@ -57,10 +59,10 @@ def engine(config: Config, shape: ModelShape, limits: Limits, *, gpu_memory: int
     """
     count = config.placement.rollout_replicas * config.rollout.shards
     if config.rollout.engine == "stored":
-        return Process(name="engine", count=count, host=_always([Part("libraries", STORED_BASE)]), device={})
+        return ProcessMemory(name="engine", count=count, host=_always([Part("libraries", STORED_BASE)]), device={})
     base = Part("libraries", VLLM_BASE if config.rollout.engine == "vllm" else HF_BASE)
     if on_gpu and config.rollout.engine == "vllm":
-        return Process(
+        return ProcessMemory(
             name="engine", count=count, host=_always([base]), device=_vllm_on_gpu(config, shape, gpu_memory or 0)
         )
     weights = Part("engine weights", shape.parameters * WIDTHS[config.model.dtype] / config.rollout.shards)
@@ -70,9 +72,9 @@ def engine(config: Config, shape: ModelShape, limits: Limits, *, gpu_memory: int
     phases = {phase: [weights, *([cache, *working] if phase == GENERATE else reserved)] for phase in PHASES}
     phases[SYNC] = [*phases[SYNC], *_received(config, shape, limits)]
     if on_gpu:
-        return Process(name="engine", count=count, host=_always([base]), device=phases)
+        return ProcessMemory(name="engine", count=count, host=_always([base]), device=phases)
     phases = {phase: [base, *parts] for phase, parts in phases.items()}
-    return Process(name="engine", count=count, host=phases, device={})
+    return ProcessMemory(name="engine", count=count, host=phases, device={})
 
 
 def _always(parts: list[Part]) -> dict[str, list[Part]]:
@@ -104,11 +106,11 @@ def _working(config: Config, shape: ModelShape) -> list[Part]:
     return [Part("activations", activations), Part("logits", rows * shape.vocabulary * LOGIT_BYTES)]
 
 
-def _received(config: Config, shape: ModelShape, limits: Limits) -> list[Part]:
+def _received(config: Config, shape: ModelShape, limits: FixedSizes) -> list[Part]:
     """Return the memory in which an engine receives the buckets of a weight sync.
 
-    On a single machine, the engine reads the weight-sync buckets from a shared file. The memory plan counts this shared
-    file as memory of the training ranks, not of the engine.
+    On a single machine, the engine reads the weight-sync buckets from a shared file. The memory plan counts the shared
+    file with the weight-sync buckets as memory of the training ranks, not of the engine.
     """
     if not config.placement.on_cluster:
         return []
@@ -116,7 +118,8 @@ def _received(config: Config, shape: ModelShape, limits: Limits) -> list[Part]:
     if config.rollout.weight_transport == "object_store":
         return [Part("sync buckets", bucket)]
     # While an engine loads one bucket of weights, the engine already receives the next bucket, so two buckets are in
-    # memory. With several training ranks, a bucket arrives in parts, so the memory plan counts a third bucket.
+    # memory. With several training ranks, the engine joins the ranks' parts of the next bucket into the whole bucket.
+    # The parts and the two whole buckets are together as large as three buckets.
     return [Part("sync buckets", bucket * (2 if config.placement.actor_ranks == 1 else 3))]
 
 
@@ -134,7 +137,7 @@ def _vllm_on_gpu(config: Config, shape: ModelShape, gpu_memory: int) -> dict[str
     return {START: awake, GENERATE: awake, LOG_PROBS: asleep, UPDATE: asleep, SYNC: loading, SAVE: awake}
 
 
-def cache_rows(config: Config, process: Process, shape: ModelShape) -> float:
+def cache_rows(config: Config, process: ProcessMemory, shape: ModelShape) -> float:
     """Return how many answers of the maximum length fit into the KV cache of a vLLM engine at a time."""
     phases = process.device or process.host
     room = total([part for part in phases[GENERATE] if part.what == "KV cache"])

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rltrain.run.memory.parts import Limits, ModelShape, Node
+from rltrain.run.memory.parts import FixedSizes, ModelShape, Node
 from rltrain.run.memory.plan import ModelFacts
 from rltrain.settings.algorithm_rules import needs_critic
 from rltrain.settings.schema import REWARD_MODEL, Config, PlacementConfig
@@ -29,7 +29,7 @@ def model_facts(config: Config, *, on_gpu: bool) -> ModelFacts:
     others |= {teacher.role: shape_of(teacher.path) for teacher in config.algorithm.distillation.models}
     return ModelFacts(
         shape=shape_of(config.model.path),
-        limits=Limits(
+        limits=FixedSizes(
             bucket_bytes=BUCKET_BYTES, buckets=SLOTS, chunk=OTHER_CHUNK_SIZE if on_gpu else CHUNK_SIZES["cpu"]
         ),
         others=others,
@@ -39,7 +39,7 @@ def model_facts(config: Config, *, on_gpu: bool) -> ModelFacts:
 
 
 def shape_of(path: str, kind: Any = None) -> ModelShape:
-    """Return the sizes of the model that a directory's config.json describes.
+    """Return the parameter counts, layer count and widths of the model that a directory's config.json describes.
 
     Args:
         path: the model's directory, or "builtin" for the built-in model.

@@ -28,7 +28,7 @@ class ModelShape:
         vocabulary: number of rows of the output head.
         gated: whether the feed-forward part has a gate.
         norms_heads: whether queries and keys are normalised.
-        tied: whether the output head is also the embedding.
+        tied: whether the output head and the input embedding share one weight matrix.
     """
 
     parameters: int
@@ -52,11 +52,12 @@ class ModelShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class FixedSizes:
     """Sizes of weight-sync buckets and logits chunks, which are constants in rltrain's code.
 
     Attributes:
-        bucket_bytes: size of a weight-sync bucket in bytes. A tensor larger than `bucket_bytes` needs a larger bucket.
+        bucket_bytes: size of a weight-sync bucket in bytes. If a tensor is larger than `bucket_bytes`, a bucket is as
+            large as this tensor.
         buckets: number of weight-sync buckets in memory at a time.
         chunk: number of logits that the output head computes at a time.
     """
@@ -73,8 +74,8 @@ class Part:
     Attributes:
         what: description of this part of the process's memory, such as "activations".
         size: bytes.
-        remedy: what the user can do so that this part takes less memory, such as "lower rollout.vllm.kv_cache_mb=4096";
-            "" if the user can do nothing.
+        remedy: what the user can do to make this part of the process's memory smaller, such as "lower
+            rollout.vllm.kv_cache_mb=4096"; "" if the user can do nothing.
     """
 
     what: str
@@ -86,15 +87,15 @@ Phases = Mapping[str, Sequence[Part]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Process:
+class ProcessMemory:
     """The memory that each process of one kind needs, and the number of processes of that kind.
 
     Attributes:
         name: kind of the process, such as "training rank".
         count: number of processes whose kind is `name`.
         host: maps each phase to the parts of the process's memory that are in host memory.
-        device: maps each phase to the parts of the process's memory that are in GPU memory; {} for a process without a
-            GPU.
+        device: maps each phase to what the process holds in GPU memory, such as parameters and activations; {} for a
+            process without a GPU.
     """
 
     name: str

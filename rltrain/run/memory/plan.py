@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rltrain.base.errors import ConfigError
 from rltrain.run.memory.engines import cache_rows, engine
-from rltrain.run.memory.parts import MIB, PHASES, Limits, ModelShape, Node, Part, Process, peak, said, total
+from rltrain.run.memory.parts import MIB, PHASES, FixedSizes, ModelShape, Node, Part, ProcessMemory, peak, said, total
 from rltrain.run.memory.training import roles_of, training_ranks
 from rltrain.settings.schema import Config
 
@@ -29,14 +29,14 @@ class ModelFacts:
     """
 
     shape: ModelShape
-    limits: Limits
+    limits: FixedSizes
     others: Mapping[str, ModelShape]
     adapters: int | None = None
     needs_critic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class MemoryUse:
     """Memory that processes use: either the memory of one GPU, or the total host memory of all machines of the run.
 
     Attributes:
@@ -73,14 +73,14 @@ class MemoryPlan:
     Attributes:
         processes: the memory needs of each kind of process: first the training ranks, then the engine, the reward
             workers and the driver.
-        places: size and use of the memory of each kind of GPU, followed by the size and use of the total host memory of
-            all machines.
+        places: size and use of GPU memory, with one `MemoryUse` for all GPUs on which the same kinds of process run,
+            followed by the size and use of the total host memory of all machines.
         cache_rows: number of rows (a prompt and its answer, both of the maximum length) that fit into the KV cache of a
             vLLM engine; None without vLLM, or if the GPU memory is unknown.
     """
 
-    processes: Sequence[Process]
-    places: Sequence[Place]
+    processes: Sequence[ProcessMemory]
+    places: Sequence[MemoryUse]
     cache_rows: float | None
 
 
@@ -109,20 +109,23 @@ def memory_plan(config: Config, models: ModelFacts, nodes: Sequence[Node]) -> Me
     return MemoryPlan(processes=processes, places=[*places, _machines(processes, nodes)], cache_rows=rows)
 
 
-def _fixed(name: str, count: int, size: float) -> Process:
-    return Process(name=name, count=count, host=dict.fromkeys(PHASES, (Part("process", size),)), device={})
+def _fixed(name: str, count: int, size: float) -> ProcessMemory:
+    return ProcessMemory(name=name, count=count, host=dict.fromkeys(PHASES, (Part("process", size),)), device={})
 
 
-def _gpus(config: Config, ranks: Sequence[Process], answers: Process, capacity: int | None) -> list[Place]:
-    """Return one `Place` for each kind of GPU, with the memory that the processes on a GPU of this kind need.
+def _gpus(
+    config: Config, ranks: Sequence[ProcessMemory], answers: ProcessMemory, capacity: int | None
+) -> list[MemoryUse]:
+    """Return one `MemoryUse` for each group of GPUs on which the same kinds of process run.
 
-    If each rank shares its GPU with an engine, there is only one kind of GPU. If ranks and engines have separate GPUs,
-    each GPU has only one process, and there is one kind of GPU for each kind of process.
+    The attribute `needs` of the `MemoryUse` describes the memory that the processes on one GPU of the group need
+    together. If each rank shares its GPU with an engine, all GPUs are in one group. If ranks and engines have separate
+    GPUs, each GPU has only one process, and the GPUs form one group for each kind of process.
     """
     if not config.placement.share_ranks or not answers.device:
-        alone = [Place(name=f"GPU of each {one.name}", capacity=capacity, needs=one.device) for one in ranks]
+        alone = [MemoryUse(name=f"GPU of each {one.name}", capacity=capacity, needs=one.device) for one in ranks]
         if answers.device:
-            alone.append(Place(name="GPU of each engine", capacity=capacity, needs=answers.device))
+            alone.append(MemoryUse(name="GPU of each engine", capacity=capacity, needs=answers.device))
         return alone
     (rank,) = ranks
     if config.takes_turns:
@@ -131,11 +134,11 @@ def _gpus(config: Config, ranks: Sequence[Process], answers: Process, capacity: 
         # If training ranks and engines do not take turns on a GPU, the engine never frees its GPU memory, so the
         # engine's peak memory counts in every phase of the run.
         needs = {phase: [*rank.device[phase], *answers.device[peak(answers.device)]] for phase in PHASES}
-    return [Place(name="GPU of each rank and engine", capacity=capacity, needs=needs)]
+    return [MemoryUse(name="GPU of each rank and engine", capacity=capacity, needs=needs)]
 
 
-def _machines(processes: Sequence[Process], nodes: Sequence[Node]) -> Place:
-    """Return a `Place` for the host memory of all machines together, with the memory that all processes need.
+def _machines(processes: Sequence[ProcessMemory], nodes: Sequence[Node]) -> MemoryUse:
+    """Return a `MemoryUse` for the host memory of all machines together, with the memory that all processes need.
 
     A process does not return freed memory to the system, so the peaks of all processes add up.
     """
@@ -147,7 +150,7 @@ def _machines(processes: Sequence[Process], nodes: Sequence[Node]) -> Place:
     known = [node.memory for node in nodes]
     capacity = None if None in known else float(sum(memory or 0 for memory in known))
     name = nodes[0].name if len(nodes) == 1 else f"{len(nodes)} nodes"
-    return Place(name=f"memory of {name}", capacity=capacity, needs=dict.fromkeys(PHASES[:1], parts))
+    return MemoryUse(name=f"memory of {name}", capacity=capacity, needs=dict.fromkeys(PHASES[:1], parts))
 
 
 def require_room(config: Config, plan: MemoryPlan) -> None:
@@ -175,7 +178,7 @@ def require_room(config: Config, plan: MemoryPlan) -> None:
         )
 
 
-def _refusal(place: Place) -> str:
+def _refusal(place: MemoryUse) -> str:
     assert place.capacity is not None, "memory of unknown size always counts as large enough"
     parts = place.needs[place.phase]
     # The error message gives the remedy for only one part of the memory: the largest part that has a remedy, because

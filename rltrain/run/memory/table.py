@@ -3,8 +3,8 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from rltrain.run.memory.parts import PHASES, Part, Phases, Process, peak, said, total
-from rltrain.run.memory.plan import MemoryPlan, Place
+from rltrain.run.memory.parts import PHASES, Part, Phases, ProcessMemory, peak, said, total
+from rltrain.run.memory.plan import MemoryPlan, MemoryUse
 
 _GIB = 2**30
 _WIDTH = 80  # Width of the table in characters, which is also the usual width of a terminal.
@@ -14,7 +14,7 @@ _NAME, _COLUMN = 20, 10
 def summary(plan: MemoryPlan) -> str:
     """Return the memory plan in one line: the peak of each kind of process, and the available memory."""
     texts = []
-    for process in plan.processes[:-2]:  # The last two entries are the reward workers and the driver.
+    for process in plan.processes[:-2]:  # The last two `processes` are the reward workers and the driver.
         phases = process.device or process.host
         each = "" if process.count == 1 else "each "
         texts.append(f"{_count(process)} {each}{said(total(phases[peak(phases)]))}")
@@ -48,11 +48,11 @@ def _row(name: str, phases: Phases) -> list[str]:
     return [f"{name:<{_NAME}}{sizes}"] if len(name) < _NAME else [name, f"{'':<{_NAME}}{sizes}"]
 
 
-def _count(process: Process) -> str:
+def _count(process: ProcessMemory) -> str:
     return process.name if process.count == 1 else f"{process.count} x {process.name}"
 
 
-def _of(place: Place) -> str:
+def _of(place: MemoryUse) -> str:
     return "" if place.capacity is None else f" of {said(place.capacity)}"
 
 

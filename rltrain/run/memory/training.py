@@ -15,10 +15,10 @@ from rltrain.run.memory.parts import (
     SYNC,
     UPDATE,
     WIDTHS,
-    Limits,
+    FixedSizes,
     ModelShape,
     Part,
-    Process,
+    ProcessMemory,
     total,
 )
 from rltrain.settings.schema import REWARD_MODEL, Config
@@ -61,9 +61,9 @@ class RoleMemory:
 
 
 def training_ranks(
-    config: Config, roles: Sequence[RoleMemory], limits: Limits, *, on_gpu: bool, base: int = RANK_BASE
-) -> list[Process]:
-    """Return the memory of each kind of training rank, and the number of ranks of this kind.
+    config: Config, roles: Sequence[RoleMemory], limits: FixedSizes, *, on_gpu: bool, base: int = RANK_BASE
+) -> list[ProcessMemory]:
+    """Return, for each kind of training rank, the memory of one rank and the number of ranks.
 
     With `placement.share_ranks`, one process has all roles. Without `share_ranks`, each role has processes of its own.
     """
@@ -109,18 +109,18 @@ def _process(
     count: int,
     config: Config,
     roles: Sequence[RoleMemory],
-    limits: Limits,
+    limits: FixedSizes,
     *,
     on_gpu: bool,
     base: int,
-) -> Process:
+) -> ProcessMemory:
     memory = RankMemory(config, roles, limits, on_gpu=on_gpu)
     fixed = Part("libraries", base)
     if not on_gpu:
         phases = {phase: [fixed, *memory.device(phase), *memory.host(phase)] for phase in PHASES}
-        return Process(name=name, count=count, host=phases, device={})
+        return ProcessMemory(name=name, count=count, host=phases, device={})
     context = Part("CUDA and NCCL", GPU_CONTEXT)
-    return Process(
+    return ProcessMemory(
         name=name,
         count=count,
         host={phase: [fixed, *memory.host(phase)] for phase in PHASES},
@@ -138,7 +138,7 @@ class RankMemory:
         on_gpu: whether the rank computes on a GPU.
     """
 
-    def __init__(self, config: Config, roles: Sequence[RoleMemory], limits: Limits, *, on_gpu: bool) -> None:
+    def __init__(self, config: Config, roles: Sequence[RoleMemory], limits: FixedSizes, *, on_gpu: bool) -> None:
         self.config, self.roles, self.limits, self.on_gpu = config, roles, limits, on_gpu
         placement = config.placement
         self.shards = placement.shard_ranks or placement.actor_ranks
@@ -188,10 +188,11 @@ class RankMemory:
         """Return the memory that a rank needs in addition to its own shards while the rank loads its models.
 
         Before a rank loads its shard of a model, the rank loads one decoder layer and the parameters outside the
-        layers, to check that packed rows do not influence each other. The parameters for the check of packed rows are
-        in float32 in host memory, and are freed before the rank loads its shard. If the shard is in host memory too,
-        the shard reuses the freed memory. The memory plan then counts only the bytes by which the parameters for the
-        check of packed rows are larger than the shard, or 0 bytes if the parameters are smaller.
+        layers, to check that packed rows do not influence each other. The parameters that a rank loads for the check of
+        packed rows are in float32 in host memory, and are freed before the rank loads its shard. If the rank computes
+        on a CPU, the shard reuses the host memory that is freed after the check of packed rows. For a rank on a CPU,
+        the memory plan therefore counts only the bytes by which the parameters for the check are larger than the shard,
+        or 0 bytes if the parameters are smaller.
         """
         samples = []
         for role in self.roles:

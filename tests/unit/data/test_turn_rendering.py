@@ -107,9 +107,15 @@ def test_an_opener_that_the_policy_sampled_is_not_added_again(renderer):
     assert says(opener, [tool("4")], [65, end]) == "<|observation|>\n4<|assistant|>"
 
 
+def strips_thinking(renderer):
+    """Return whether the template removes `<think>...</think>` from an answer before a user's message."""
+    answer = {"role": "assistant", "content": f"<think>\n{renderer.mark}\n</think>\n\nb"}
+    return renderer.mark not in renderer.render([ASK, answer, ASK], opened=True)
+
+
 def test_thoughts_are_kept_where_the_template_would_strip_them(renderer):
-    assert renderer("strips thinking").strips_thinking()
-    assert not renderer("chatml").strips_thinking()
+    assert strips_thinking(renderer("strips thinking"))
+    assert not strips_thinking(renderer("chatml"))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -293,7 +299,7 @@ def test_a_template_may_keep_the_white_space_of_a_thought_that_it_strips(templat
     strips = CHATML_TOOLS.replace("{{- message.content }}", said).replace("\n<tool_call>\n", "<|user|>")
     assert "<|user|>{" in strips
     chosen = of_template(templates, strips)
-    assert chosen.strips_thinking()
+    assert strips_thinking(chosen)
     assert chosen.probe() is None
 
 

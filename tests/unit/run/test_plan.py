@@ -93,7 +93,7 @@ def test_a_supervised_loss_has_a_line_with_its_answers():
 
 def test_an_adaptive_coefficient_is_shown_as_a_start():
     overrides = ["algorithm.kl_in_reward.kl_coef=0.01", "algorithm.kl_in_reward.controller=adaptive"]
-    assert "KL in reward adaptive, from 0.01 (k1)" in row("algorithm", *overrides)
+    assert "KL in reward with an adaptive coefficient that starts at 0.01 (k1)" in row("algorithm", *overrides)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ STALE = "trainer.max_staleness=4"
         ),
         (
             ["algorithm.old_log_probs=rollout"],
-            "are corrected by the ratio of the vanilla loss, relative to the engine's log-probs",
+            "are corrected by the importance ratio of the vanilla loss (actor probability / engine probability)",
         ),
     ],
 )

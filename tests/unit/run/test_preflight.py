@@ -6,7 +6,7 @@ import pytest
 
 from rltrain.base.errors import ConfigError
 from rltrain.run import preflight
-from rltrain.run.preflight import check_nodes, findings, report, require_passed
+from rltrain.run.preflight import ask_nodes, findings, report, require_passed
 from rltrain.settings.compose import compose
 from workers.cluster.node_facts import NodeFacts, Questions, Silent, content_of, facts_here
 
@@ -154,7 +154,7 @@ def test_the_content_of_a_folder_depends_on_names_and_sizes(tmp_path, change):
 def test_the_check_of_one_machine_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "facts_of_nodes", None)
     config, _ = compose([f"trainer.output_dir={tmp_path / 'new' / 'run'}", "rollout=hf"])
-    found = check_nodes(config)
+    found = findings(config, *ask_nodes(config))
     assert [one for one in found if not one.passed] == []
     assert any(one.what == f"trainer.output_dir={tmp_path / 'new' / 'run'}" for one in found)
     assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,7 @@ import pytest
 from rltrain.base.errors import ConfigError
 from rltrain.run.memory.engines import engine, kv_token_bytes, rows_at_once
 from rltrain.run.memory.facts import planned_nodes, shape_of
-from rltrain.run.memory.parts import PHASES, Limits, ModelShape, Node, total
+from rltrain.run.memory.parts import PHASES, FixedSizes, ModelShape, Node, total
 from rltrain.run.memory.plan import TOLERANCE, ModelFacts, memory_plan, require_room
 from rltrain.run.memory.table import summary, table
 from rltrain.run.memory.training import (
@@ -26,7 +26,7 @@ SHAPE = ModelShape(
     parameters=240, layer=100, outside=40, largest=40, layers=2, hidden=4, queries=4, keys=2, feed_forward=8,
     vocabulary=10, tied=True,
 )  # fmt: skip
-LIMITS = Limits(bucket_bytes=64 * MIB, buckets=2, chunk=1 << 21)
+LIMITS = FixedSizes(bucket_bytes=64 * MIB, buckets=2, chunk=1 << 21)
 # A batch of four rows, each with a prompt of two tokens and an answer of two tokens.
 SMALL = (
     "rollout.max_prompt_length=2", "rollout.max_response_length=2", "rollout.samples_per_prompt=2",

@@ -19,10 +19,10 @@ import subprocess, sys, time
 from pathlib import Path
 from workers.cluster.ray_daemons import RAYLET, LocalDaemon
 from workers.cluster.progress import began_of
-from workers.cluster.ray_guard import Guard
+from workers.cluster.ray_guard import RayGuard
 def sleeper():
     return subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-guard = Guard("a mark of this test" + sys.argv[1])
+guard = RayGuard("a mark of this test" + sys.argv[1])
 with guard.marking():
     marked = sleeper()
 other = sleeper()

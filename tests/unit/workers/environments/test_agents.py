@@ -21,7 +21,7 @@ from tests.scripted_turns import END, REQUEST, Script, call, limits, say
 from workers.environments.agent_endpoint import AgentEndpoint
 from workers.environments.agent_program import CommandProgram, FunctionProgram, run_agent
 from workers.environments.agent_session import shown
-from workers.environments.engines import Replica, ReplicaGone
+from workers.environments.engines import ReplicaClient, ReplicaGone
 from workers.environments.recording import ATTEMPTS
 
 PRICE = {
@@ -403,7 +403,7 @@ def test_a_late_answer_to_an_earlier_attempt_is_not_taken_for_the_answer_of_this
             await client.chat.completions.create(model="any", messages=more, timeout=0.5 if len(tries) == 1 else 30)
 
     engine = Slow(say("a"), say("b"))
-    found = run(Replica(engine, "worker"), impatient)
+    found = run(ReplicaClient(engine, "worker"), impatient)
     assert (len(tries), len(engine.requests), engine.kept.serial) == (2, 4, 1)
     assert found.response_ids() == [52, END, 31, 53, END]
 
