@@ -389,8 +389,8 @@ def test_a_template_that_acts_on_spelled_control_tokens_is_refused_with_its_row(
     chosen = chatty("{% for m in messages %}{{ m['content'].split('<|end|>')[0] }}{% endfor %}")
     assert error_of(jsonl(tmp_path, {"prompt": SPELLED}), chosen) == (
         f"data.train={tmp_path}/p.jsonl:1: the prompt contains <|end|>, the name of a control token, and this name "
-        "cannot be encoded as text (the chat template renders control-token names differently from other text); change the "
-        "prompt, or set data.special_tokens=allow to encode the names of control tokens as control tokens"
+        "cannot be encoded as text (the chat template renders control-token names differently from other text); change "
+        "the prompt, or set data.special_tokens=allow to encode the names of control tokens as control tokens"
     )
 
 
