@@ -102,8 +102,8 @@ def build_environment_worker(
         environments: The environments and tools of the run.
         spawn: Function that takes the index of a worker and starts a process for the worker.
         number: Index of the environment worker.
-        starts: Number of earlier processes of the worker. The name of the worker ends with the number of the worker's
-            earlier processes, so that each process of the worker gets a different name.
+        starts: Number of processes that were started for the worker before. The name of the worker ends with `starts`,
+            so that each process that is started for the worker gets a different name.
         threaded: Whether the worker runs its trajectories in a separate thread.
     """
     process, name = spawn(number), f"{ENVIRONMENT} {number}.{starts}"
@@ -261,7 +261,7 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is not None and issubclass(kind, KeyboardInterrupt | asyncio.CancelledError):
-            # the user has asked a second time to stop, so the workers are stopped even if they execute method calls
+            # the user has asked a second time to stop, so the workers are stopped even in the middle of a method call
             self.kill()
         else:
             await self.close()
@@ -319,7 +319,7 @@ def connect(config: Config) -> dict[str, float]:
             # Only Ray's dashboard needs task events, so an interval of 0 turns task events off.
             os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
             # By default, glibc creates a memory arena for most of Ray's many threads, and an arena never returns its
-            # peak memory to the system. MALLOC_ARENA_MAX limits each Ray process to two arenas.
+            # peak memory to the system. The variable MALLOC_ARENA_MAX limits each Ray process to two memory arenas.
             os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     with _on_loopback() if local else contextlib.nullcontext():
         import ray

@@ -56,6 +56,7 @@ def sampled_teacher_kl(log_probs: Tensor, old_log_probs: Tensor, teacher_log_pro
     now = masked(log_probs, mask)
     difference = safe_log_ratio(now.detach(), teacher_log_probs, mask)
     weight = safe_log_ratio(now.detach(), old_log_probs, mask).exp() * difference
-    # `now` holds log pi of the sampled tokens. The difference `now - now.detach()` has the value 0 and the gradient of
-    # `now`, so the term `weight * (now - now.detach())` changes only the gradient of the result, not its value.
+    # `now` holds the policy's log-probs of the sampled tokens. The difference `now - now.detach()` has the value 0 and
+    # the gradient of `now`, so the term `weight * (now - now.detach())` changes only the gradient of the result, not
+    # its value.
     return torch.where(mask, weight + weight * (now - now.detach()), 0)

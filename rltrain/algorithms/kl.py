@@ -96,8 +96,8 @@ def kl_estimate(
     where k3 or log r is clamped, or if the name of the estimator ends with "+".
 
     - The expected gradient of r k1 and of r k3 is exactly the gradient of the reverse KL. Without the factor r, the
-      expected gradient is zero for k1, and the gradient of the forward KL for k3. The product r k3 is the unbiased KL
-      estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
+      expected gradient of k1 is zero, and the expected gradient of k3 is the gradient of the forward KL. The product
+      r k3 is the unbiased KL estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
     - The expected gradient of r k2 is the gradient of the mean of k2 over samples from pi, and the expected gradient of
       r |d| is the gradient of the mean of |d| over samples from pi.
     - An estimator whose name ends with "+", such as k3+, already has the complete gradient of the KL, so a gradient

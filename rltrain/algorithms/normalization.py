@@ -53,8 +53,8 @@ def statistics_of(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: b
     variance = group_sum(squares, members) / (count - int(unbiased)).clamp(min=1)
     highest = (-inf).scatter_reduce(0, where, scores.where(valid, -inf), "amax")[members]
     lowest = inf.scatter_reduce(0, where, scores.where(valid, inf), "amin")[members]
-    # `highest > lowest` is False if a score is NaN or if all scores are inf. A mean that is not finite reveals that the
-    # population has a NaN or inf score.
+    # The comparison `highest > lowest` is False if a score is NaN or if all scores are inf. Such a population is
+    # recognised by the mean of its scores, which is not finite.
     unknown = ~mean.isfinite()
     return Statistics(count, mean, variance.sqrt(), highest, (count >= 2) & ((highest > lowest) | unknown))
 
@@ -125,11 +125,11 @@ def normalize_rewards(
 
     A population has no spread if fewer than two of its rows enter the statistics, or if all rows that enter the
     statistics have equal scores. If the population that `mean_level` selects has no spread, the rows that enter the
-    statistics get deviations of exactly 0 from the mean. Even if the population has no spread, a row that does not
-    enter the statistics gets its own deviation from the mean. If the population that `std_level` selects has no
-    spread, the deviations from the mean are not divided by the std. If no row of a population enters the statistics,
-    the mean over the population is 0. Sums are computed in float64, so that the order of rows does not affect the
-    result.
+    statistics get deviations of exactly 0 from the mean. The deviation of a valid row that is excluded from the
+    statistics is always its score minus the mean, even if the population has no spread. If the population that
+    `std_level` selects has no spread, the deviations from the mean are not divided by the std. If no row of a
+    population enters the statistics, the mean over the population is 0. Sums are computed in float64, so that the
+    order of rows does not affect the result.
 
     Raises:
         ValueError: if `mean_level` or `std_level` is unknown, or if `leave_one_out` is used with a `mean_level` of None
@@ -251,10 +251,10 @@ def normalize_advantages(
 
     A population has no spread if fewer than two of its tokens enter the statistics, or if all tokens that enter the
     statistics have equal advantages. If the population that `mean_level` selects has no spread, the tokens that enter
-    the statistics get deviations of exactly 0 from the mean. Even if the population has no spread, a token that does
-    not enter the statistics gets its own deviation from the mean. If the population that `std_level` selects has no
-    spread, the deviations from the mean are not divided by the std. If no token of a population enters the statistics,
-    the mean over the population is 0. Sums are computed in float64.
+    the statistics get deviations of exactly 0 from the mean. The deviation of a trained token that is excluded from the
+    statistics is always its advantage minus the mean, even if the population has no spread. If the population that
+    `std_level` selects has no spread, the deviations from the mean are not divided by the std. If no token of a
+    population enters the statistics, the mean over the population is 0. Sums are computed in float64.
 
     Raises:
         ValueError: if `mean_level` or `std_level` is unknown, if `leave_one_out` is used with a `mean_level` of None or

@@ -100,7 +100,7 @@ def knobs_of(function: Callable[..., Any]) -> dict[str, Any]:
 def loss_functions(loss_mode: str) -> tuple[Callable[..., Any], ...]:
     """Return the policy loss `loss_mode` and, if the policy loss has a token selector, the token selector.
 
-    Each knob that the config sets for a policy loss must be a knob of the policy loss or of its token selector.
+    If the config sets a knob for the policy loss, one of the returned functions must have a parameter of that name.
     """
     loss = POLICY_LOSSES.get(loss_mode)
     return (loss, TOKEN_SELECTORS.get(loss_mode)) if "selected" in columns_of(loss) else (loss,)

@@ -113,8 +113,9 @@ def _exchange(
         at = bisect_left(back, (weights[index] - gap // 2, NONE))
         for weight, other in back[max(at - 1, 0) : at + 1]:
             apart = abs(gap - 2 * (weights[index] - weight))
-            # The examined change moves `index` from `heavy` to `light` and, unless `other` is NONE, moves `other` from
-            # `light` to `heavy`. The change increases the sum of the sizes in `light` by `more`.
+            # The loop examines a change that moves the item `index` from the part `heavy` to the part `light` and,
+            # unless `other` is NONE, moves the item `other` from `light` to `heavy`. `more` is the number by which the
+            # change increases the sum of the item sizes in `light`.
             more = sizes[index] - (0 if other == NONE else sizes[other])
             if apart < best and -room_heavy <= more <= room_light:
                 best, found = apart, (index, other)

@@ -48,9 +48,9 @@ class Packet(NamedTuple):
     """The pickled form of the columns of a batch.
 
     Attributes:
-        tensors: for each tensor column, a tuple (name, dtype, shape, index, bytes). The row offsets of a jagged column
-            are `families[index]`, where `index` is the fourth item of the column's tuple. A dense column has no row
-            offsets, so the fourth item of a dense column's tuple is -1.
+        tensors: for each tensor column, a tuple (name, dtype, shape, index, bytes). In the tuple of a jagged column,
+            `index` is the position of the column's row offsets in the list `families`. In the tuple of a dense column,
+            which has no row offsets, `index` is -1.
         families: arrays of row offsets, each as the bytes of int64 numbers. Jagged columns that have the same row
             lengths share one array of row offsets.
         others: all columns that are not tensors. A column of strings is stored as (name, UTF-8 bytes, bytes of int64

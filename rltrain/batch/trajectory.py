@@ -13,8 +13,8 @@ earlier, the repeated tokens belong to the observation and are not trained on ag
 Two columns of a batch distinguish tokens that the policy sampled from tokens that belong to observations. The column
 `response_mask` is True at sampled tokens that are trained on. Later stages of a training step may set `response_mask`
 to False, for instance in rows without a score. The column `policy_version` is -1 at observation tokens, and later
-stages never change it. The module `rltrain.batch.sampled_tokens` reads `policy_version`, because `response_mask` is
-False at the sampled tokens of rows that are not trained on.
+stages never change it. To find all sampled tokens, the module `rltrain.batch.sampled_tokens` reads `policy_version` and
+not `response_mask`, because `response_mask` is also False at the sampled tokens of rows that are not trained on.
 
 `rltrain.batch.trajectory` does not import torch, because environment processes import `rltrain.batch.trajectory` but
 must not load torch.

@@ -6,15 +6,15 @@ chat or open another turn. If the data contains no control-token name, the token
 contains a control-token name, encoding has three steps:
 
 1. Before the chat template is applied, placeholders (private-use Unicode characters) replace the control-token names in
-   the data. Because of the placeholders, every control-token name in the template's output comes from the template.
+   the data. Every control-token name in the template's output then comes from the template itself.
 2. In a copy of the tokenizer, each control token is renamed to a string of private-use characters. In the output of the
    chat template, each control-token name is replaced by the private-use name of the same token, and each placeholder by
    the control-token name from the data. The copy of the tokenizer recognizes control tokens only by their private-use
    names, and encodes the control-token names from the data as ordinary text.
-3. The token ids are checked in two ways. First, the original tokenizer and the copy with renamed control tokens encode
-   the template's output with placeholders, and must return the same token ids. Second, the template's output with
-   placeholders and the template's output with the control-token names from the data must be encoded with the same
-   sequence of control tokens. A `ControlTokenError` is raised if a check of the token ids fails.
+3. The token ids are checked in two ways. First, the original tokenizer and the copy with renamed control tokens both
+   encode the template's output with placeholders, and must return the same token ids. Second, the token ids of the
+   template's output must contain the same sequence of control tokens with placeholders as with the control-token names
+   from the data. A `ControlTokenError` is raised if a check of the token ids fails.
 """
 
 import functools

@@ -132,8 +132,7 @@ class PromptPools:
     def give_back(self, outcomes: Mapping[int, tuple[int, int]]) -> None:
         """Put the prompts of a finished training step back into the pools, and store the outcomes of the prompts.
 
-        If no answer in a prompt's group of the finished step was judged, the prompt keeps the success rate of its
-        previous group.
+        If none of a prompt's answers in the finished step was judged, the prompt keeps its previous success rate.
 
         Args:
             outcomes: dict with one entry for each prompt that the training step has used or discarded. The key is the

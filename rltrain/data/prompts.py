@@ -126,7 +126,7 @@ class PromptSet(Sequence[Prompt]):
         return crc
 
     def rows(self, count: int) -> list[int]:
-        """Return, for each of the first `count` prompts, the number of the source's row that became the prompt."""
+        """Return, for each of the first `count` prompts, the index of the source row from which the prompt was made."""
         return self._kept[:count].tolist()
 
     def values(self) -> Iterator[tuple[str, dict[str, Any]]]:

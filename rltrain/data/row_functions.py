@@ -19,7 +19,7 @@ _VALUE_HELP = "use text, numbers, lists and dicts, which are the same in every p
 # Types of the values that rows may contain. `datetime` is allowed too, because it is a subclass of `date`.
 _PLAIN = (bool, int, float, str, bytes, date, time, timedelta, Decimal)
 # Maximum size of an integer in a row, in bits (about 3,000 digits). The maximum is below 4,300 digits, because
-# Python by default cannot convert longer integers to text.
+# Python by default refuses to convert integers with more digits to text.
 _MAX_BITS = 10_000
 
 

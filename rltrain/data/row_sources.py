@@ -1,6 +1,6 @@
 """The kinds of sources that `data.train` and `data.val` may name, and how each kind is read.
 
-A source is compared with the forms in this list, and the first form that fits determines the kind of the source:
+The form of a source determines its kind. If a source fits several forms in this list, the first of these forms counts:
 
 - `builtin:NAME` names a built-in task.
 - An existing path names a data file, or a folder of data files.

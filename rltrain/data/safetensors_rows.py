@@ -1,9 +1,9 @@
 """Reading of selected rows of a tensor in a safetensors file, without reading the whole tensor.
 
-rltrain does not read slices of tensors with the safetensors library, because the library returns views of the file or
-reads whole tensors. If the safetensors library maps the file into memory, its slices are views of the file, so a later
-change of the file would change the weights of a running model. Without memory mapping, the safetensors library reads
-the whole tensor before it returns a slice.
+rltrain does not read slices of tensors with the safetensors library, because the library either returns a slice that is
+a view of the file, or reads the whole tensor first. If the safetensors library maps the file into memory, its slices
+are views of the file, so a later change of the file would change the weights of a running model. Without memory
+mapping, the safetensors library reads the whole tensor before it returns a slice.
 """
 
 import json

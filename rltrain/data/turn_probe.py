@@ -227,7 +227,7 @@ def _compared(text: str, answers: Sequence[str]) -> str:
 def _pieces(renderer: "TurnRenderer", ids: Sequence[int]) -> list[tuple[int | None, list[int]]]:
     """Split `ids` into pairs (id of a control token, list of the ids up to the next control token).
 
-    The list of pairs begins with (None, list of the ids before the first control token).
+    The first pair is (None, list of the ids before the first control token).
     """
     pieces: list[tuple[int | None, list[int]]] = [(None, [])]
     special = renderer.special_ids - {*renderer.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])}

@@ -285,7 +285,8 @@ class TurnRenderer:
             except TemplateError as error:
                 refusal = refusal or error
                 continue
-            # Each tool call of `message` contains `mark`, so a text without `mark` has no tool call.
+            # Each tool call of `message` contains the word `mark`. If the rendered text does not contain the word, the
+            # chat template has left out the tool calls.
             if self.mark not in text:
                 return self.answer_anchor
             markup, closing = self._ended(text.rpartition(self.mark)[2])

@@ -171,7 +171,8 @@ def recorded_call(id: str, name: Any, arguments: Any) -> Mapping[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(valid_unicode(arguments) or "{}")
-            # If the arguments contain an unpaired surrogate, `encode` raises UnicodeEncodeError, a ValueError.
+            # An unpaired surrogate (from a JSON escape such as \ud800) is not valid Unicode, so `encode` raises
+            # UnicodeEncodeError, which is a ValueError.
             json.dumps(arguments, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             raise ApiError("the arguments of a tool call are not valid JSON") from None

@@ -52,10 +52,10 @@ def code_tests(
     apply arithmetic and `<` to two objects that both come from the tested program. If `thing` is an object of the
     program, the expression `x in thing` in a test iterates over `thing` instead of calling the method `__contains__` of
     `thing`. If a function of the program changes an argument in place, the test sees the change in the object that it
-    passed. If the program changes `table[0]`, a list inside the argument `table`, the test sees the change in `table`.
-    A variable to which the test assigned `table[0]` before the call does not show the change. In the tests, the names
-    of Python's builtins, `math`, `cmath` and `unittest` always refer to Python's own objects, even if the program
-    redefines these names.
+    passed. But a list inside such an argument is replaced by a changed copy: if the test runs `row = table[0]`, and the
+    program then changes the list `table[0]` in place, the test sees the change in `table`, but not in `row`. In the
+    tests, the names of Python's builtins, `math`, `cmath` and `unittest` always refer to Python's own objects, even if
+    the program redefines these names.
 
     Args:
         prompt: the prompt, which is not used.

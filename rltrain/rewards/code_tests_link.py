@@ -61,9 +61,9 @@ _BASES: dict[type, Any] = {
     set: lambda members: {*set.__iter__(members)},
     frozenset: lambda members: frozenset(frozenset.__iter__(members)),
 }
-# Binary operators that a test cannot apply to an object of the tested program and a plain-data object. If a test could,
-# for example, add a number to an object that the tested program defines, the tested program could return any sum that
-# the test expects.
+# Binary operators that a test must not apply if one operand is an object of the tested program and the other operand is
+# plain data, such as a number. If a test could, for example, add a number to an object that the tested program defines,
+# the tested program could return any sum that the test expects.
 _BETWEEN_TWO = (
     "add",
     "sub",

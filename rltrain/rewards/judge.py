@@ -83,8 +83,8 @@ async def judge(
         api_key_env: name of the environment variable that holds the API key in the reward processes, not the key
             itself; with "", the placeholder "none" is sent as the key.
         timeout_s: time limit of one attempt to send a request and receive its answer, in seconds.
-        columns: dict that maps names of data columns to the sample's values. The dict `columns` omits each data column
-            whose name is the name of another parameter of `judge`.
+        columns: dict that maps names of data columns to the sample's values. A data column that has the same name as
+            another parameter of `judge` is not in the dict.
 
     Returns:
         The score. The score is marked as failed, with a reason, if the request fails, if the judge's answer contains

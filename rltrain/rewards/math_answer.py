@@ -38,8 +38,8 @@ _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
 # function calls and not their duration.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
 # Maximum number of Python profiling events (see `sys.setprofile`) in one comparison of two answers. Each function
-# call and each function return is one profiling event. Python code that causes `_WORK` profiling events runs for
-# about a second. Even the longest ordinary answers cause only a tenth of the profiling events that `_WORK` allows.
+# call and each function return is one profiling event. A comparison that reaches this maximum takes about a second.
+# Even the longest ordinary answers cause only a tenth of the profiling events that `_WORK` allows.
 _WORK = 5_000_000
 _PERCENT = re.compile(r"\s?\\?%\s?\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]{0,200})\}")

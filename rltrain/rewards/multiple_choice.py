@@ -72,7 +72,7 @@ def _letters(text: str, choices: str) -> list[str]:
 
 @functools.lru_cache(maxsize=16)
 def _patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return two regular expressions, for statements of a choice (`Answer: B`) and labels of options (`(B) north`).
+    """Return a regular expression for statements of a choice (`Answer: B`), and one for option labels (`(B) north`).
 
     The number of repetitions in the regular expressions is bounded, so that matching a long response is fast.
     """

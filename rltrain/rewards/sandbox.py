@@ -347,7 +347,8 @@ def _read(source: Any) -> bytes:
     try:
         return os.read(source.fileno(), 1 << 16)
     except ConnectionResetError:
-        # The supervising process was killed before it had read all data from the socket: the connection has ended.
+        # The supervising process was killed before it had read all data from the socket. The connection has ended, so
+        # there is nothing more to read.
         return b""
 
 

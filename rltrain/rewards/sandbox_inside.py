@@ -88,7 +88,8 @@ def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
 def _limit(kind: int, value: int) -> None:
     there = resource.getrlimit(kind)[1]
     # At the soft limit of CPU time, the process gets SIGXCPU, which shows that the CPU time was used up. At the hard
-    # limit of CPU time, the process gets SIGKILL, which does not show that the CPU time was used up.
+    # limit, the process gets SIGKILL, which can have other causes too. So the hard limit of CPU time is one second
+    # above the soft limit.
     hard = value + (kind == resource.RLIMIT_CPU)
     hard = hard if there == resource.RLIM_INFINITY else min(hard, there)
     resource.setrlimit(kind, (min(value, hard), hard))

@@ -159,7 +159,7 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     try:
         names = {p.name for p in parameters(function)}
-    except ConfigError:  # No error here, because `check_columns` reports a function whose parameters cannot be read.
+    except ConfigError:  # The parameters of the function cannot be read, which `check_columns` reports to the user.
         return function
     if names & _OWN:
         return function

@@ -295,8 +295,8 @@ class Checkpoints:
             self._failed(save, reason(error))
             return
         self.writing = asyncio.create_task(self._recorded(save), name=f"checkpoint of step {step}")
-        # Let the task that completes the checkpoint start, because a task that is cancelled before its start runs no
-        # cleanup code.
+        # `sleep(0)` lets the new asyncio task, which completes the checkpoint, start. If the task were cancelled before
+        # its start, its cleanup code would not run.
         await asyncio.sleep(0)
 
     async def finish(self) -> None:
@@ -315,7 +315,7 @@ class Checkpoints:
             await cancelled(writing)
 
     async def _recorded(self, save: "_Save") -> None:
-        """Complete a checkpoint, and record how long the completion took as a span in the run's timeline."""
+        """Complete a checkpoint, and record in the run's timeline (as a span) how long this took."""
         with trace.span(f"checkpoint of step {save.step}"):
             await self._complete(save)
 

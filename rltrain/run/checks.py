@@ -197,7 +197,7 @@ def sandbox_warning(config: Config) -> str:
                 f"reward.sandbox={level}: reward function '{function.name}': {error}; or use reward.sandbox=auto, "
                 "which accepts a weaker sandbox"
             ) from None
-        except (TypeError, ValueError):  # No error here, because `check_columns` reports an unreadable signature.
+        except (TypeError, ValueError):  # `check_columns` reports a function whose signature cannot be read.
             continue
     return ""
 

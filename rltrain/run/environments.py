@@ -204,7 +204,7 @@ def _needed_arguments(environment: type) -> list[str]:
     """Return the names of the parameters of the class's constructor that have no default value."""
     try:
         return missing_arguments(environment, [])
-    except (TypeError, ValueError):  # Some classes written in C have no signature to check.
+    except (TypeError, ValueError):  # Python cannot read the constructor's parameters of some classes in C.
         return []
 
 
@@ -240,8 +240,8 @@ def check_prompt_lengths(
                 total = len(renderer.prompt_ids(shortest.chat))
                 added = total - len(renderer.with_tools([]).prompt_ids(shortest.chat))
             except TemplateError:
-                # The length of a prompt that cannot be rendered is not checked. The trajectories of a prompt that
-                # cannot be rendered fail later, during the run.
+                # If the chat template cannot render the prompt, the prompt's length is not checked here. The
+                # trajectories of such a prompt fail later, during the run.
                 continue
             if total > config.max_prompt_length:
                 raise ConfigError(

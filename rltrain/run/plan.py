@@ -40,8 +40,8 @@ class Facts:
         needs_critic: whether the advantage estimator needs the values of a critic.
         devices: description of the devices that ranks and engines run on, such as "2 CPU cores".
         memory: the memory plan in one line.
-        teachers: dict that maps names of teachers to numbers of model parameters. The dict contains the teachers that
-            are separate models on the training ranks.
+        teachers: dict that maps the name of each teacher that is a separate model on the training ranks to the number
+            of the teacher's parameters.
         signatures: dict that maps the name of each reward function with the signature of TRL, verl or OpenRLHF to the
             name of that library.
         uses_ratio: whether the gradient of the loss depends on the old log-probs.
@@ -345,7 +345,7 @@ def _weights(correction: CorrectionConfig) -> str:
 
 
 def _bounds(lower: float | None, upper: float | None) -> str:
-    """Return a text for values outside `lower` and `upper`, such as " below 0.5 or above 2"; "" if both are None."""
+    """Describe the values outside the given bounds, for instance " below 0.5 or above 2"; "" if both are None."""
     parts = [f"{word} {bound:g}" for word, bound in (("below", lower), ("above", upper)) if bound is not None]
     return f" {' or '.join(parts)}" if parts else ""
 

@@ -41,9 +41,9 @@ class Restarts:
         first = error
         while True:
             if self.restart is None or self.count >= self.limit:
-                # If a restart has failed, `error` may say only that the remaining machines lack free devices. The
-                # message of the WorkerError begins with the first error, because the first error names the lost
-                # machine.
+                # After a failed restart, `error` is the error of the restart, which may say only that the remaining
+                # machines lack free devices. The message of the WorkerError then begins with `first`, the error before
+                # the failed restart, because `first` names the lost machine.
                 before = "" if error is first else f"{first}; "
                 raise WorkerError(
                     f"{before}{error}; the training ranks were restarted {self.count} times, and "

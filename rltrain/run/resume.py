@@ -70,7 +70,9 @@ def beginning(config: Config) -> Beginning:
         return _beginning(config)
     except RLTrainError:
         raise
-    except Exception as error:  # A file system driver or a config that refers to itself may raise any exception.
+    except Exception as error:
+        # A driver of a remote file system may raise an exception of any type. If a dict or list in the config contains
+        # itself, `asdict` raises RecursionError.
         trainer = config.trainer
         raise ConfigError(
             f"trainer.resume={trainer.resume} with trainer.checkpoint_dir={trainer.checkpoint_dir}: cannot be read "
@@ -278,15 +280,15 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
 def _require_same(config: Config, saved: str, where: str) -> None:
     """Check that the config equals the saved config in every key that the schema does not mark as changeable.
 
-    Some config values in other sections depend on `trainer` keys. The `trainer` keys are compared first, so that the
-    error names a changed `trainer` key and not a key that depends on the `trainer` key.
+    The keys of the config section `trainer` are compared first, because a change of a `trainer` key can also change
+    values in other sections. The error then names the `trainer` key that the user changed.
 
     Raises:
         ConfigError: a config key that must not change has another value than in the saved run.
     """
     old, new = _flat(_values(saved, where)), _flat(asdict(config))
     for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.startswith("trainer."), key)):
-        # Two values with the same `repr` count as the same value, because NaN is not equal to NaN.
+        # The comparison of the `repr` texts is for NaN: `nan == nan` is False, but both have the same `repr`.
         same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))
         if not same and not _is_changeable(key):
             raise ConfigError(

@@ -48,7 +48,7 @@ class Signals:
             raise Stopped(self.status) from None
 
     def stop_with(self, tasks: BackgroundTasks) -> None:
-        """Let the first signal that arrives from now on stop the run at a safe point, by a call of `tasks.interrupt`.
+        """From now on, let the first signal call `tasks.interrupt`, which stops the run at a safe point.
 
         `stop_with` must be called in the main thread, while the event loop of the main thread is running.
         """

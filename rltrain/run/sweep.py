@@ -102,11 +102,11 @@ class Job:
         """Run one job of the sweep in a separate process.
 
         Returns:
-            The last value of the metric that `trainer.keep_best` names. Without `trainer.keep_best`, a job returns the
-            last accuracy of the sampled answers in evaluations, or the last mean reward of the sampled answers in
-            evaluations if no accuracy was measured. A job returns NaN if its run failed, or if its run has measured
-            none of the metrics that the job could return. If a Hydra sweeper searches for the best config values, the
-            sweeper optimises the value that the job returns.
+            The last value of the metric that `trainer.keep_best` names. If `trainer.keep_best` is not set, a job
+            returns the last accuracy that an evaluation measured on sampled answers. If no evaluation measured an
+            accuracy, the job returns the last mean reward that an evaluation measured on sampled answers. A job returns
+            NaN if its run failed, or if its run has measured none of the metrics that the job could return. If a Hydra
+            sweeper searches for the best config values, the sweeper optimises the value that the job returns.
         """
         from hydra.core.hydra_config import HydraConfig
 

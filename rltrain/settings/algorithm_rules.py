@@ -100,10 +100,9 @@ def _check_knobs(
 ) -> None:
     """Raise ConfigError if a parameter of a loss or an advantage estimator is unknown or has an unsuitable value.
 
-    `functions` are the Python functions that compute the loss or the advantages, and `knobs` maps the names of
-    parameters to values. A
-    parameter is unknown if no function in `functions` has a parameter with this name. The values of the parameters are
-    tested by calling each function once on a tiny batch of two answers.
+    `functions` contains the Python functions that compute the loss or the advantages, and `knobs` maps the names of
+    the configured parameters to their values. A parameter is unknown if no function in `functions` has a parameter
+    with this name. The values are tested by calling each function once on a tiny batch of two answers.
     """
     from rltrain.algorithms import check_knobs, columns_of, own_knobs
 

@@ -87,7 +87,7 @@ def _with_profile(items: list[Item]) -> list[Item]:
 
 
 def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a dict that maps each key of the profile that the user does not set to the profile's value of the key.
+    """Return the values that the profile gives to config keys, without the keys that the user sets.
 
     Args:
         overrides: the settings from the command line.
@@ -136,7 +136,7 @@ def _resolve(items: list[Item]) -> dict[str, Any]:
 
 
 def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[Item]:
-    """Return settings that remove a preset's parameters of each loss or estimator that the user has replaced.
+    """Return settings that remove the preset's parameters of a loss or estimator if the user selects another one.
 
     A preset's parameters are meant for the loss and the estimator that the preset selects. For example, `algorithm=dapo
     algorithm.loss_mode=gspo` must not give DAPO's clip range to GSPO. Parameters that the user sets are kept, because

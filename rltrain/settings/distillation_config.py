@@ -74,7 +74,7 @@ class TeacherConfig:
 
     @property
     def key(self) -> str:
-        """Name of the teacher's config key `path`, as error messages show the key."""
+        """Name that error messages use for the config key `path` of this teacher."""
         return TEACHER_KEY.format(self.name)
 
     @property

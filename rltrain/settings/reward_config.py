@@ -103,7 +103,7 @@ class RewardModelConfig:
 
     @property
     def key(self) -> str:
-        """Name of the reward model's config key `path`, as error messages show the key."""
+        """The text by which error messages refer to the config key `path` of this reward model."""
         return REWARD_MODEL_KEY.format(self.name)
 
 

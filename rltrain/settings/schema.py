@@ -21,7 +21,8 @@ WeightTransport = Literal["auto", "shared_memory", "object_store", "process_grou
 REWARD_MODEL = "reward_model"  # The role name of a reward model is "reward_model", a space, and the model's name.
 ALL_LINEAR = "all-linear"  # Value of `model.lora.targets` that selects every linear layer except the last.
 # Smallest valid value of `trainer.hang_timeout_s`, in seconds. With a smaller value, a slow micro-batch would count as
-# a hang, because workers report progress only once per micro-batch. The driver reads their reports once a second.
+# a hang, because workers report progress only once per micro-batch. The driver reads the workers' progress reports once
+# a second.
 SHORTEST_HANG_S = 10.0
 
 

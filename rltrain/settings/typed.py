@@ -74,8 +74,9 @@ def _similarity(key: str, name: str) -> float:
     # If a user writes only the beginning of a long config key, SequenceMatcher's ratio alone would prefer an unrelated
     # short key. A known key that starts with the user's text always has a similarity of at least 0.9. A known key has a
     # similarity of at least 0.95 if two conditions hold: both keys are in the same section, and the last part of the
-    # known key contains all words of the last part of the user's key. Because of the lower bound of 0.95, the
-    # error message for the user's key `trainer.steps` suggests `trainer.total_steps` rather than `trainer.reuse.steps`.
+    # known key contains all words of the last part of the user's key. For example, if the user writes the unknown key
+    # `trainer.steps`, `trainer.total_steps` gets a similarity of at least 0.95, so the error message suggests
+    # `trainer.total_steps` rather than `trainer.reuse.steps`.
     contained = section == known_section and set(last.split("_")) <= set(known_last.split("_"))
     return max(whole, 0.9 * ends, 0.9 * name.startswith(key), 0.95 * contained)
 

@@ -18,7 +18,7 @@ END_TOKEN = "<|im_end|>"  # The token `<|im_end|>` has the id EOS_ID.
 ROLES = ("system\n", "user\n", "assistant\n")
 RESULT = ("<tool_response>\n", "\n</tool_response>")
 # The tokenizer encodes certain long texts, such as the description of the tools, as one token each. The token ids of
-# the long texts are the ASCII control codes, except for the codes of white space and the ids of special tokens.
+# these texts are the ASCII control codes (0 to 31) that are neither white space nor the id of a special token.
 PHRASE_IDS = sorted(set(range(32)) - {PAD_ID, START_ID, EOS_ID, UNK_ID} - {ord(space) for space in "\t\n\r"})
 
 # The chat template describes the tools in a system message. The chat template writes consecutive tool results as one

@@ -6,12 +6,12 @@ means to send the requests for the group's answers to the engines.
 
 The trainer uses prompt groups in the order of their numbers (`uid`). When a group is shipped to the engines, the
 training step that will use the group is already known. If no step reuses groups, the group with index n is used at
-training step n // prompts_per_step. The index n of a group counts the groups from 0, without the dropped groups that
-were replaced. Because the step that will use a group is known in advance, the number of shipped groups can be limited
-so that no group exceeds the staleness bound. A training step may train again on groups of earlier steps, and then needs
-fewer new groups. `PromptGroups.wanted` assumes that each later step reuses as many groups as the config allows, so that
-new groups are never sent to the engines too early. Even if training steps reuse groups of earlier steps, no group is
-used later than the staleness bound allows.
+training step n // prompts_per_step. The index n of a group is the number of groups before it, not counting dropped
+groups that were replaced by new groups. Because the step that will use a group is known in advance, the number of
+shipped groups can be limited so that no group exceeds the staleness bound. A training step may train again on groups of
+earlier steps, and then needs fewer new groups. `PromptGroups.wanted` assumes that each later step reuses as many groups
+as the config allows, so that new groups are never sent to the engines too early. Even if training steps reuse groups of
+earlier steps, no group is used later than the staleness bound allows.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -226,8 +226,8 @@ class PromptGroups:
         """Mark the pending groups as being generated with the weights of version `version`, and return the groups.
 
         A group whose requests were already sent to the engines earlier keeps the weight version at which the requests
-        were first sent. If `version` is None, only groups whose requests were already sent to the engines earlier are
-        marked and returned.
+        were first sent. If `version` is None, `ship` skips pending groups whose requests were never sent to the
+        engines.
         """
         pending = [group for group in self.groups.values() if group.state is GroupState.PENDING]
         shipped = [group for group in pending if version is not None or group.shipped >= 0]
@@ -288,7 +288,7 @@ class PromptGroups:
         Args:
             uid: unique number that identifies the prompt group.
             replace: whether a new group may replace the removed group in its training step. If `replace` is False, the
-                training step that would have used the removed group has one group fewer.
+                training step that would have used the removed group trains on one group fewer.
         """
         del self.groups[uid]
         self.dropped += 1

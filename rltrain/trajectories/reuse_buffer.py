@@ -21,7 +21,7 @@ from rltrain.trajectories.prompt_groups import Group, GroupState
 
 @dataclass
 class _Kept:
-    """A prompt group in the reuse buffer, with information on when and how often training steps trained on the group.
+    """A prompt group in the reuse buffer, with the weight version at its first use in training and its number of uses.
 
     Attributes:
         group: the prompt group, with its answers and scores.
@@ -75,7 +75,7 @@ class ReuseBuffer:
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the state of the buffer as plain values.
 
-        The state of a group contains the index of the group's prompt instead of the prompt.
+        In the returned state, a prompt group is stored with the index of its prompt instead of the prompt itself.
         """
         return [
             one.group.state_dict() | {"prompt": one.group.prompt.index, "first": one.first, "times": one.times}

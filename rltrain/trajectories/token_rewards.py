@@ -168,9 +168,9 @@ def penalize_kl(
         return batch, {}
     mask, estimator = batch.padded("response_mask"), config.kl_estimator
     if config.full:
-        # `apply_kl_in_reward` expects the old log-probs and the reference log-probs. The KL estimator k1 subtracts
-        # the reference log-probs from the old log-probs. The exact KL is passed in place of the old log-probs, and 0
-        # in place of the reference log-probs, so that k1 returns the exact KL.
+        # `apply_kl_in_reward` expects the old log-probs and the reference log-probs. The KL estimator "k1" subtracts
+        # the reference log-probs from the old log-probs. The exact KL is passed to `apply_kl_in_reward` in place of
+        # the old log-probs, and 0 in place of the reference log-probs, so that the estimator returns the exact KL.
         old = batch.padded("full_kl")
         ref, estimator = torch.zeros_like(old), "k1"
     else:
@@ -241,9 +241,9 @@ def estimate_advantages(
     With `monte_carlo`, the estimator's returns are replaced by Monte-Carlo returns, which are the discounted sums of
     future rewards. During the critic's warm-up, the critic is trained on Monte-Carlo returns.
 
-    If configured, the advantages are normalised, then changed by `with_distillation`, and then clamped to [-c, c],
-    with c = `advantage_clip`. Normalisation, distillation and clamping change only the advantages and not the
-    returns.
+    If configured, the advantages are normalised, then the log-ratio of teacher to policy is added to the advantages
+    (see `with_distillation`), and then the advantages are clamped to [-c, c], with c = `advantage_clip`.
+    Normalisation, distillation and clamping change only the advantages and not the returns.
 
     With `bootstrap_truncated`, gamma times `bootstrap_values` is added to the reward of each row's last trained token
     before the estimator runs. With `bootstrap_truncated`, GAE's TD error of a row's last token is delta = r + gamma

@@ -19,8 +19,8 @@ SHARED = Path("/dev/shm")
 # whose file names begin with "psm_". The file names of the buffers of vLLM's CPU workers begin with "vllm_dist_".
 PREFIXES = ("psm_", "vllm_dist_")
 WEIGHTS_PREFIX = "rltrain-weights-"  # Prefix of the names of files through which processes exchange weights.
-# Seconds between two searches of `end_marked` for processes. `end_marked` repeats its search for processes, because
-# processes can start during or after an earlier search.
+# Seconds that `end_marked` waits, at most, before it searches again for processes to kill. `end_marked` repeats its
+# search for processes, because processes can start during or after an earlier search.
 _ROUND_S = 0.3
 _LIMIT_S = 10.0
 
@@ -108,8 +108,8 @@ def remove_unlocked(files: Iterable[Path]) -> None:
 def end_marked(mark: str, logs: Path | None = None, *, spare: int = 0) -> None:
     """Kill the processes that `marked` finds, and remove their shared-memory files.
 
-    `end_marked` kills neither the current process nor the process with the pid `spare`. All unlocked shared-memory
-    files that contain weights are removed, even the files of other runs.
+    The current process and the process whose pid is `spare` are not killed. `end_marked` also removes every
+    shared-memory file of weights that no process has locked, even if another run created the file.
     """
     deadline, files, quiet = time.monotonic() + _LIMIT_S, set[Path](), 0
     while quiet < 2 and time.monotonic() < deadline:

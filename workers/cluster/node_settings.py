@@ -61,8 +61,9 @@ def settings_here(sharing: Sharing) -> dict[str, str]:
 def own_address() -> str:
     """Return the address at which the processes of other machines reach this process.
 
-    `own_address` returns the address of this process's node in the Ray cluster, or the first IPv4 address of gloo's
-    network interface (`GLOO_SOCKET_IFNAME`) if the interface has IPv4 addresses but not the node's address.
+    The address is usually the one that Ray uses for this process's node. If the network interface that
+    `GLOO_SOCKET_IFNAME` names has IPv4 addresses, but Ray's address is not among them, the interface's first IPv4
+    address is returned instead.
     """
     import ray
 

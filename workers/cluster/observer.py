@@ -81,7 +81,7 @@ def _sight(process: Process) -> Sight:
 
 def _signal(process: Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if state_of(process.pid, process.began):  # do not signal a later process that has the same pid
+        if state_of(process.pid, process.began):  # a later process with the same pid must get no signal
             os.kill(process.pid, number)
 
 

@@ -31,7 +31,8 @@ def adopt_orphans(adopt: bool = True) -> None:
 def end_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent process, which has the pid `parent`, ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # If the parent ended before the call of `_prctl`, the kernel sends no signal to this process.
+    # If the parent process ended before `_prctl` was called, the kernel does not kill this process, so the process
+    # ends itself.
     if os.getppid() != parent:
         os._exit(1)
 

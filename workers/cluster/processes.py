@@ -46,7 +46,10 @@ class WorkerProcess(Protocol):
         """Return where the process ran and how it was lost, or "" if the process has not been lost."""
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> "Pending[None]":
-        """Start creating an object of the class `path` ("module:Class") in the process, under the role name `role`."""
+        """Start creating, in the process, an object of the class that `path` names, under the role name `role`.
+
+        The argument `path` has the form "module:Class".
+        """
 
     def model_directory(self, path: str) -> "Pending[str]":
         """Start to look up a model's directory on the process's machine, and to download the model if it is missing."""
@@ -204,7 +207,7 @@ class LocalProcess:
         return value
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
-        """Wait for `awaitable` without checking for a lost process, because the driver itself is this process."""
+        """Wait for `awaitable` without checking whether this process is lost, because this process is the driver."""
         return await awaitable
 
     def lose(self, how: str) -> None:
@@ -238,7 +241,7 @@ class RayProcess(WatchedProcess):
         return Pending(self, getattr(self.actor, method.__name__).remote(*args, **kwargs))
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> Pending[None]:
-        """Start creating an object of the class `path` in this worker process. See `WorkerProcess.build`.
+        """Start creating an object of the class that `path` names in this worker process. See `WorkerProcess.build`.
 
         The argument `path` has the form "module:Class".
         """

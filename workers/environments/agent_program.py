@@ -74,7 +74,11 @@ class FunctionProgram:
         self.function = function
 
     async def run(self, task: AgentTask) -> Any:
-        """Call the function with the arguments that its signature names, or with all if it takes `**kwargs`."""
+        """Call the function with those arguments from the task that the function accepts.
+
+        The arguments are the columns of the data row, `base_url`, `api_key`, `model`, `seed` and `messages`. A function
+        that takes `**kwargs` gets all of these arguments.
+        """
         offered = {"base_url": task.base_url, "api_key": task.api_key, "model": MODEL, "seed": task.seed}
         offered |= {"messages": [dict(message) for message in task.messages]}
         arguments = arguments_of(self.function, dict(task.columns) | offered)
@@ -179,8 +183,8 @@ def _reward_of(returned: Any, session: AgentSession) -> float | None:
 async def _ended(program: Program, task: AgentTask, session: AgentSession) -> tuple[str, float | None]:
     """Run a program until the program ends or exceeds its time limit, and return the stop reason and the reward.
 
-    A refused request can make a program fail. If the program fails after its last request was refused because of a
-    limit, such as `rollout.max_turns`, the failure is ignored.
+    An agent program can fail because its request for an answer was refused. If the program fails after its last request
+    was refused because of a limit, such as `rollout.max_turns`, the failure is ignored.
 
     Raises:
         EnvironmentFailure: the agent program has failed.

@@ -30,9 +30,9 @@ class Answered:
     answer: ModelAnswer
 
     def begins(self, asked: ModelRequest, size: int) -> bool:
-        """Return whether the requests `asked` and `self` have the same tools and the same first `size` messages.
+        """Return whether `asked` has the same tools and the same first `size` messages as this earlier request.
 
-        The list `self.messages` ends with the answer to the request `self`.
+        The last element of `self.messages` is the answer to this earlier request.
         """
         same = len(asked.messages) >= size and asked.tools == self.tools
         return same and list(asked.messages[:size]) == list(self.messages[:size])

@@ -76,7 +76,8 @@ class McpServer:
         try:
             result = await client.call_tool(name, arguments)
         except Exception as error:
-            if self._task is task:  # Do not close a new connection that another trajectory has opened.
+            # If the task has changed, another trajectory has already opened a new connection, which must stay open.
+            if self._task is task:
                 self.close()
             raise EnvironmentFailure(f"the MCP server {self.address} failed: {described(error)}") from error
         text = "\n".join(block.text for block in result.content if block.type == "text")

@@ -76,8 +76,8 @@ class Recording:
         """Return the request for the next action.
 
         Args:
-            new: The messages that follow the action of the turn with the index `after`. If `after` is None, the turn
-                begins a new context, and `new` holds all messages of that context.
+            new: The messages that the request adds to the context: those that follow the action of the turn with the
+                index `after`, or all messages of a new context if `after` is None.
             after: Index of the finished turn whose context the request continues; None for a new context.
             tools: Schemas of the tools that the prompt describes; None for the tools of the run.
             max_tokens: Additional limit on the number of tokens of the action, besides the limits of the trajectory, or

@@ -149,9 +149,10 @@ def _minus_softmax(
 def _targets_in(columns: slice, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return which targets lie in the range `columns` of the vocabulary, and the position of each target in the range.
 
-    The first returned tensor is a bool mask with one value for each target: True if the target lies in the range. The
-    second returned tensor has the shape (number of targets, 1) and contains the position of each target in the range.
-    The position of a target outside the range `columns` is clamped to the first or last column of the range.
+    The first returned tensor is a bool mask with one value for each target: True if the target lies in the range
+    `columns` of the vocabulary. The second returned tensor has the shape (number of targets, 1) and contains the
+    position of each target, counted from the start of the range `columns`. The position of a target outside the range
+    `columns` is clamped to the first or last column of the range.
     """
     at = targets - columns.start
     width = columns.stop - columns.start

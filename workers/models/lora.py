@@ -23,7 +23,7 @@ from rltrain.data.model_weights import BUILTIN_MODEL, skeleton
 from rltrain.settings.schema import ALL_LINEAR, LoRAConfig
 from workers.models.adapter_weights import A, B, BaseWeights
 
-NAME = "default"  # peft's default adapter name; the only adapter of each adapted layer has the name `default`
+NAME = "default"  # peft's default adapter name; each adapted layer has exactly one adapter, which has this name
 WRAPPED, HALVES = ".base_layer.", (".lora_A.", ".lora_B.")
 
 

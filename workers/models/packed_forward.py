@@ -393,7 +393,7 @@ def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:
 
 
 def unpack(values: Tensor, mask: Tensor) -> Tensor:
-    """Copy values (R,) of response tokens into a padded tensor (B, T) with one row per response.
+    """Copy one value per response token from `values` (R,) into a padded tensor (B, T) with one row per response.
 
     `mask` (B, T) is True at response tokens. The padded tensor is 0 where `mask` is False. Gradients flow from the
     padded tensor to `values`.
@@ -407,9 +407,9 @@ def stand_in(batch: DataProto) -> list[int]:
 
 
 def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict[str, Tensor]]:
-    """Return the batch rows `rows`, their pack (packed forward-pass input) and their padded response columns.
+    """Return the rows of the batch with the indices `rows`, and the rows' packed model input and response columns.
 
-    Each response column is padded to the shape (B, T). `microbatch` moves the pack and the padded response columns to
+    Each response column is padded to the shape (B, T). `microbatch` moves the packed input and the padded columns to
     this rank's device. The padded response columns include `mask`, which is True at response tokens, and
     `response_mask`, which is True at trained tokens.
 

@@ -74,8 +74,8 @@ def small_files(model: nn.Module, base: Path) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         # The generation_config.json made from the model's config is exported only if the folder `base` has no such
-        # file. A generation_config.json in `base` is copied and not loaded and saved again, because transformers
-        # refuses to save some settings, for example a temperature without sampling.
+        # file. A generation_config.json in `base` is copied unchanged. It is not loaded and saved with transformers,
+        # because transformers refuses to save some settings, for example a temperature without sampling.
         GenerationConfig.from_model_config(config).save_pretrained(folder)
         if NAME in getattr(model, "peft_config", {}):
             adapters: Any = model.peft_config
@@ -102,7 +102,7 @@ class Share:
     ranks: int = 1
 
     def of(self, shards: list[list[_Part]]) -> list[tuple[int, list[_Part]]]:
-        """Return the safetensors files that this rank writes: the index and the tensors of each file."""
+        """Return a pair (index of the file, tensors in the file) for each safetensors file that this rank writes."""
         return list(enumerate(shards))[self.rank :: self.ranks]
 
 

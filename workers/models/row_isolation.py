@@ -39,7 +39,7 @@ def load_policy(
 
     Args:
         path: model directory in Hugging Face format.
-        where: start of error messages, `model.path=PATH` by default.
+        where: text with which error messages start, to name the config key; `model.path=PATH` by default.
         arrange: function that changes the model in place before the weights are read, as in `load_model`. For example,
             the function `arrange` can add LoRA adapters to the model and shard the model.
         first_value: function that returns the initial values of parameters that the weight files lack, as in

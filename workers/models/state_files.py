@@ -42,8 +42,8 @@ _CLASSES: dict[tuple[str, str], Any] = {
 def _member(kind: Any, name: str) -> dcp._MEM_FORMAT_ENCODING:
     """Return the member `name` of the enum `kind`.
 
-    Python 3.11.0 to 3.11.3 pickle an enum member as the call `getattr(kind, name)`. If a pickle calls `getattr`, the
-    class `_Unpickler` calls `_member` instead.
+    Python 3.11.0 to 3.11.3 pickle an enum member as the call `getattr(kind, name)`. If a pickle asks for a call of
+    `getattr`, the class `_Unpickler` calls the safe function `_member` instead.
     """
     if kind is not dcp._MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("the pickle asks for an attribute, which an index of tensors never needs")

@@ -89,7 +89,7 @@ def _reporter(connection: Connection, own: int, printed: FirstLines) -> Callable
     """Return a callback that sends each result to the guard at once, so that the guard sees the call's progress."""
 
     def report(result: SampleScores) -> None:
-        if os.getpid() != own:  # A reward function has forked this process, which must not send results to the guard.
+        if os.getpid() != own:  # This process is a fork made by a reward function, so it must send no results.
             os._exit(1)
         connection.send(_with_lines(result, printed))
 
@@ -100,7 +100,7 @@ def _answer(worker: RewardWorker, requests: Sequence[Any], limits: dict[str, Any
     try:
         return worker.score(requests, **limits)
     finally:
-        if os.getpid() != own:  # A reward function has forked this process, which must not return to `serve`.
+        if os.getpid() != own:  # This process is a fork made by a reward function, so it must not return to `serve`.
             os._exit(1)
 
 

@@ -42,10 +42,10 @@ class Ended:
 
     Attributes:
         timed_out: Whether the guard killed the child process because the scoring call exceeded its deadline.
-        reason: Text that says how the child process failed. `reason` completes an error message that begins with
+        reason: Text that says how the child process failed. An error message shows the text directly after the words
             "reward function 'name'".
-        outside: Whether the child process was ended by SIGKILL or stopped by SIGSTOP. If `outside` is True, the signal
-            was probably not caused by a reward function.
+        outside: Whether the child process was ended by SIGKILL or stopped by SIGSTOP. Such a signal was probably not
+            caused by a reward function.
         results: Results that the scoring call produced before the child process ended, or None if unknown; see
             `workers.reward.transport.Lost`.
     """

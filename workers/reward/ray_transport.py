@@ -38,8 +38,8 @@ _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 class _Slot:
     """One child process of a reward worker's actor, and the pending call of that process.
 
-    While the child process starts, `starting` is True and the pending call is a call of `ping`. For a spare process
-    that has not been started, `starting` is True and `pending` is None.
+    While the child process starts, `starting` is True and the pending call is a call of `ping`. If `starting` is True
+    and `pending` is None, the child process is a spare process that has not been started.
     """
 
     actor: Any

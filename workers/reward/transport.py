@@ -118,8 +118,8 @@ class Transport(Protocol):
     async def events(self) -> Sequence[Event]:
         """Wait for events of the running calls, and return the events.
 
-        Even without an event, the method `events` returns when a worker has become ready or when `start` is called, so
-        the list of events may be empty.
+        The returned list may be empty, because the method `events` also returns when a worker has become ready or when
+        `start` is called.
         """
 
     async def recorded(self) -> list[Recorded]:

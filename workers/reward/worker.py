@@ -188,8 +188,8 @@ def _call_each(
     called.
 
     Returns:
-        The number of samples, counted from the first, for which at least one plain function was called. If there are no
-        plain functions, the number of all samples.
+        The number of samples for which at least one plain function was called. These samples are the first samples of
+        the scoring call. If there are no plain functions, the number of all samples is returned.
     """
     plain = [(number, f) for number, f in enumerate(functions) if not f.batched and not f.asynchronous]
     for row, request in enumerate(requests if plain else ()):
@@ -242,7 +242,7 @@ def _result(request: RewardRequest, functions: list[_Function], found: dict[int,
     success: bool | None = None
     for number, one in enumerate(functions):
         if number not in found:
-            break  # The time budget ran out before the reward function with the index `number` was called.
+            break  # The time budget ran out before this reward function was called.
         outcome = found[number]
         if isinstance(outcome, BaseException):
             return failed(request, len(functions), f"reward function '{one.name}' {_said(outcome)}", number)

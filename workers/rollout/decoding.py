@@ -115,8 +115,8 @@ class Batch:
             answer, seed.
         temperatures: (B,) float32 sampling temperatures.
         live: (B,) bool, False for finished answers.
-        cache: Key-value cache of all columns. After `append`, the cache lacks the last column until the model's next
-            forward pass. The cache of a new batch is empty.
+        cache: Key-value cache of the columns (token positions) of `ids`. After `append` has added a column of tokens,
+            the cache lacks this column until the model's next forward pass. The cache of a new batch is empty.
         padded: Whether at least one row is padded on the left.
     """
 

@@ -39,8 +39,8 @@ from workers.sync.memory import Reader
 # finished rows in a batch. The finished rows are dropped from the batch when their share exceeds SLACK, and whenever a
 # request joins the batch.
 SLACK = 0.1
-# If more requests wait than a batch has free places, no request joins the batch until the fraction JOIN of the batch's
-# places is free.
+# If the running batch has too few free places for all waiting requests, no request joins the batch until at least the
+# fraction JOIN of the batch's places is free.
 JOIN = 0.5
 
 
@@ -257,8 +257,9 @@ def sample(
         kept = keep(cast(torch.LongTensor, None), cast(torch.FloatTensor, kept))
     probabilities = torch.where(greedy[:, None], scaled, kept).softmax(-1)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    # Because of rounding, the probabilities of a row may sum to less than 1. Each random number is multiplied by the
-    # sum of its row's probabilities, because a random number above this sum would give an index beyond the vocabulary.
+    # Because of rounding, the probabilities of a row may sum to slightly less than 1. A random number above this sum
+    # would select a token id beyond the vocabulary, so each random number is multiplied by the sum of its row's
+    # probabilities.
     drawn = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
     tokens = torch.where(greedy, logits.argmax(-1), drawn.clamp(max=logits.size(-1) - 1))
     return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()

@@ -23,7 +23,7 @@ class Request:
 
     Attributes:
         key: (uid of the prompt group, index of the sample in its group). If the answer is a turn of a trajectory in an
-            environment, the key has a third number, which counts requests and makes the key unique.
+            environment, the key has a third element: a count of requests, which makes the key unique.
         prompt_ids: Token ids of the prompt, which the engine uses unchanged.
         temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
         max_tokens: Maximum number of tokens in the answer. If an answer is cut off at `max_tokens`, its `finish_reason`

@@ -162,7 +162,8 @@ class RolloutPool:
             if not awake:
                 break
             slept = await asyncio.gather(*(replica.sleep() for replica in awake))
-            # `Replica.sleep` returns False if the engine keeps its device memory, as every engine on a CPU does.
+            # `Replica.sleep` returns False if the engine has not freed its device memory. Engines on a CPU never free
+            # their memory.
             if False in slept:
                 self.sleeps, self._source = False, source
                 self.changes.notify()

@@ -86,10 +86,10 @@ class Replica:
         number: Index of the replica in the pool.
         start: Function that starts a process for the replica, and begins to build the engine in the process.
         start_timeout_s: Maximum time to build the engine, in seconds.
-        room: None if the replica is not optional, so that the run cannot go on without the replica. For an optional
-            replica, `room` is a function that waits until the cluster has free CPUs and GPUs for the replica. The first
-            process of an optional replica starts when CPUs and GPUs are free. If the process of an optional replica is
-            lost, the run goes on without the replica until CPUs and GPUs are free again.
+        room: None if the run cannot go on without the replica. If the run can go on without the replica, the replica is
+            called optional, and `room` is a function that waits until the cluster has free CPUs and GPUs for the
+            replica. The first process of an optional replica starts when CPUs and GPUs are free. If the process of an
+            optional replica is lost, the run goes on without the replica until CPUs and GPUs are free again.
 
     Attributes:
         running: Keys of the requests to the replica that have no answer yet.

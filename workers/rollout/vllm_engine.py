@@ -166,8 +166,7 @@ class Growing:
         """Add the new tokens of vLLM's output `answer`, which were sampled with the weights of version `version`.
 
         Returns:
-            True if one of the added tokens completes a stop string; False otherwise, and False if an earlier token of
-            the answer has completed a stop string.
+            True if one of the added tokens completes the answer's first stop string; False otherwise.
         """
         if self.ended:
             return False
@@ -525,7 +524,7 @@ class AsyncVLLM:
         Raises SyncError if the received bytes differ from the bytes that the sender wrote.
         """
         with as_file(bucket) as shared:
-            pickled = pickle.dumps(shared)  # `shared` names a file that holds the weights, so no weights are pickled.
+            pickled = pickle.dumps(shared)  # `shared` names a file with the weights, so the pickle contains no weights.
             self._sync(self.engine.update_weights(WeightTransferUpdateRequest({"pickled": pickled})))
 
     def finish_load(self, version: int) -> None:

@@ -130,8 +130,8 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         self.reader.close()
         if self.adapters.parts:
-            # An engine that has slept may have lost all its weights, so the weights that have no adapter are loaded
-            # again from the model's files, together with the merged matrices.
+            # vLLM's sleep mode may discard all weights of the engine. The weights without a LoRA adapter are therefore
+            # loaded again from the model's files, together with the matrices into which the adapters are merged.
             self._load(self.adapters.merged(everything=True))
         finalize_layerwise_reload(self.model, self.model_config)
         if self.probes and self.device.type == "cpu" and get_tensor_model_parallel_world_size() == 1:
@@ -170,7 +170,7 @@ def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
     """Copy the tensors of incomplete fused layers out of the memory `data`, in which a bucket of weights arrived.
 
     vLLM loads a fused layer only when all parts of the layer have arrived, and until then keeps references to the parts
-    that have arrived. The parts that have arrived must be copied, because later buckets overwrite the memory `data`.
+    that have arrived. Later buckets overwrite the memory `data`, so these parts must be copied.
     """
     low, high = data.ctypes.data, data.ctypes.data + data.nbytes
     for layer in model.modules():

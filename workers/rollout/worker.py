@@ -284,7 +284,8 @@ class RolloutWorker:
     def _loop(self) -> None:
         while not self.closed:
             self._obey(wait=not self._has_work())
-            # `_obey` may have started a weight sync, and no generation step may run during a weight sync.
+            # The loop checks again whether there is work, because `_obey` may have started a weight sync, during which
+            # no generation step may run.
             if self._has_work():
                 try:
                     self._step()

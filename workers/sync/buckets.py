@@ -96,9 +96,9 @@ class Bucket:
     def probes(self) -> dict[str, np.ndarray]:
         """Return a dictionary that maps names of tensors to the values with which the engine verifies its weights.
 
-        The dictionary maps the name of a matrix W to the product W v, where v is a fixed random vector. The dictionary
-        maps the name of a tensor that is not a matrix to the flattened tensor (see `checks.probe`). A tied tensor is in
-        the dictionary under each of its names.
+        For a matrix W, the value is the product W v, where v is a fixed random vector. For a tensor that is not a
+        matrix, the value is the flattened tensor (see `checks.probe`). A tied tensor is in the dictionary under each of
+        its names.
         """
         found: dict[str, list[np.ndarray]] = {}
         for piece in self.pieces:

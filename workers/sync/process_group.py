@@ -92,9 +92,8 @@ def serve_store(host: str) -> TCPStore:
 def give_up(chain: Chain, reason: str) -> None:
     """Mark a weight sync as failed in the store, so that the members of the sync stop waiting for each other.
 
-    If the store cannot be reached, `give_up` does nothing, because the process that runs the store (the actor's rank 0)
-    is then lost. If the process that runs the store is lost, all members of the sync stop, because their connections to
-    the store are closed.
+    If the store cannot be reached, the process that runs it (the actor's rank 0) is lost. `give_up` then does nothing,
+    because all members of the sync stop by themselves when their connections to the store are closed.
     """
     with contextlib.suppress(RuntimeError):
         _mark(_connect(chain, GIVE_UP_S), reason)
@@ -315,9 +314,9 @@ def decoded(header: np.ndarray, data: np.ndarray, probes: np.ndarray) -> Bucket:
 
 
 def packed(takes_part: Sequence[Sequence[bool]]) -> np.ndarray:
-    """Convert `takes_part` to the packed bits of `Chain.takes_part`.
+    """Return the array for `Chain.takes_part`, in which eight bools are packed into one byte.
 
-    `takes_part[r][b]` says whether rank r sends a part of bucket b.
+    The argument's element `takes_part[r][b]` says whether rank r sends a part of bucket b.
     """
     return np.packbits(np.asarray(takes_part, dtype=bool).T, axis=1)
 

@@ -45,8 +45,8 @@ class Sleeps(Protocol):
 class Receiver:
     """Receiver of an engine's weight syncs, which records whether the engine is allowed to generate responses.
 
-    The engine must not generate responses while the engine sleeps, during a weight sync (from the call of `start` to
-    the end of the call of `finish`), or after a failed weight sync.
+    The engine must not generate responses while it sleeps (its weights are released), during a weight sync (from the
+    call of `start` to the end of the call of `finish`), or after a failed weight sync.
 
     Attributes:
         asleep: whether the engine has released its weights.

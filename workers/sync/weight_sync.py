@@ -163,7 +163,7 @@ async def _stream(
     Args:
         ranks: the actor's ranks.
         engines: the engines.
-        path: path of the shared file, which serves as the name of the weight sync even if no shared file is used.
+        path: path of the shared file. The path also identifies the weight sync, even if no shared file is used.
         offers: one `Offer` per rank, which says for each bucket whether the rank takes part in writing the bucket.
         shared: whether the bytes of the buckets go through the shared file. If `shared` is False, each rank returns its
             bytes as the result of `export`, and Ray passes the bytes to the engines as arguments of `load_bucket`.

@@ -49,7 +49,7 @@ SAME_POLICY_NATS = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
 class ActorWorker:
-    """The part of the actor (the language model that is trained) on one training rank.
+    """One training rank's part of the actor, which is the language model that is trained.
 
     Args:
         config: the run's whole config.
@@ -369,9 +369,10 @@ class ActorWorker:
     def export(self, number: int, path: str | None, *_loaded: None) -> Bucket:
         """Write this rank's part of a bucket of weights, and return the bucket.
 
-        If `path` is given, the bucket is written to the shared file and may overwrite an earlier bucket. `_loaded`
-        holds the results (None) of the engine calls that load the bucket to be overwritten. Ray waits for the results
-        in `_loaded` before it runs `export`, so that no bucket is overwritten while an engine loads the bucket.
+        If `path` is given, the bucket is written to the file at `path`, which ranks and engines share, and may
+        overwrite an earlier bucket there. `_loaded` has one argument for each engine call that loads this earlier
+        bucket: the result of the call, which is always None. Ray runs `export` only after these calls have ended, so no
+        bucket is overwritten while an engine loads it.
         """
         return self.sender.write(number, path)
 

@@ -133,15 +133,17 @@ def _divided(
         rows: row numbers of the rows that the receiver reads.
 
     Returns:
-        Two lists: the parts that contain some of the rows and columns that the receiver reads, and the data that must
-        still be sent to the receiver, as pairs (names of columns, row numbers).
+        Two lists. The first list contains the parts that hold some of the rows and columns that the receiver reads. The
+        second list describes the data that must still be sent to the receiver: each element is a pair of column names
+        and the numbers of the rows that the receiver lacks in these columns.
     """
     used, lacks = set[int](), dict[tuple[str, ...], np.ndarray]()
     held = [part.holds(rows) for part in parts]
     by_parts: dict[tuple[int, ...], list[str]] = {}
     for name in columns:
         by_parts.setdefault(tuple(k for k, part in enumerate(parts) if name in part.columns), []).append(name)
-    # Columns of which all needed rows are sent, because the receiver has at most the fraction `FEW` of the needed rows.
+    # Names of the columns of which all rows that the receiver reads are sent, even rows that it already has, because it
+    # has at most the fraction `FEW` of them.
     whole: list[str] = []
     for numbers, names in by_parts.items():
         if any(held[number] is None for number in numbers):

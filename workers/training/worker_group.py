@@ -170,10 +170,11 @@ class WorkerGroup(Generic[W_co]):
         """Split mini-batches over the ranks.
 
         Returns:
-            A list and a dictionary of metrics. The list has one entry for each rank, or for each set of ranks that
-            split the same packs. An entry of the list consists of the rows that the rank reads and the rank's parts of
-            the mini-batches. The row indices in a rank's part of a mini-batch are indices into the rows that the rank
-            reads. The metrics measure the overhead that is caused by splitting the mini-batches over the ranks.
+            A list with the ranks' shares of the work, and a dictionary of metrics. The list has one entry for each
+            rank, or for each set of ranks that split the same packs. An entry is a pair: the rows that the rank reads,
+            and the rank's parts of the mini-batches. The row indices in a rank's part of a mini-batch are indices into
+            the rows that the rank reads. The metrics measure the overhead that is caused by splitting the mini-batches
+            over the ranks.
         """
         lengths, work = self.costs(batch)
         tokens = max_tokens * self.sequence_ranks

@@ -165,8 +165,8 @@ def _relative_shares(entropies: Tensor, outcome: Tensor, counted: Tensor, correc
 
     A slot is one position (row, column) of a (B, T) tensor. For each slot, sum(w) adds up the weights w of n slots:
     those slots of the same column that are marked in `counted` (B, T) and whose rows have the same entry in `outcome`
-    (B,). The factor n gives the results of these n slots the mean 1. The results in slots that are not marked in
-    `counted` are meaningless.
+    (B,). Because of the factor n, the mean of n w / sum(w) over these n slots is 1. The results in slots that are not
+    marked in `counted` are meaningless.
     """
     # An entropy is clamped to at least 0, because rounding can make an entropy slightly negative.
     entropies = entropies.clamp(min=0) + EPS

@@ -39,8 +39,8 @@ def grpo_passk(
     if norm_by_std:
         advantages = torch.where(alone, advantages / (of.std + 1e-6), advantages)
     # If a group has a NaN reward, its highest reward is NaN, no row equals the highest reward, and all rows of the
-    # group would get an advantage of 0. Advantages of 0 would hide a NaN reward. If the mean reward of a group is NaN
-    # or inf, each row of the group in `counted` gets the mean reward as its advantage, so that the NaN or inf stays
+    # group would get an advantage of 0, which would hide the NaN reward. So if the mean reward of a group is NaN or
+    # inf, each row of the group that `counted` marks gets the mean reward as its advantage, and the NaN or inf stays
     # visible.
     advantages = torch.where(counted & ~of.mean.isfinite(), of.mean, advantages)
     return spread(advantages.to(scores.dtype), response_mask)

@@ -15,8 +15,8 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: 
     The baseline b minimises the variance of the policy gradient if the squared norm of the gradient of an answer's
     log-probability is proportional to the answer's length. The reward r_i is the sum of the rewards over the trained
     tokens of row i, and l_i is the number of trained tokens of row i. A group is the set of valid rows with the same
-    `uid`. A group that has only one row, or whose rewards are all the same, gets advantages of exactly 0. A row that is
-    not `valid` does not count in the baseline, and gets an advantage of 0.
+    `uid`. A group that has only one row, or whose rewards are all the same, gets advantages of exactly 0. A row whose
+    entry in `valid` is False does not count in the baseline, and gets an advantage of 0.
 
     token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
     slots. The returns are the same as the advantages.

@@ -34,8 +34,8 @@ def optimal_token_baseline(
 
     The advantage A_{i,t} is exactly 0 at every token t at which all rows of the group have the same return G_{i,t}. If
     only one row of the group has a t-th trained token, the baseline at t is that row's own return. The advantages of a
-    group's longest row are exactly 0 at the tokens beyond the end of all other rows. A row that is not `valid` does not
-    count in the baselines, and gets an advantage of 0.
+    group's longest row are exactly 0 at the tokens beyond the end of all other rows. A row whose entry in `valid` is
+    False does not count in the baselines, and gets an advantage of 0.
 
     The energy e_{i,j} of `optimal_token_baseline` differs from the energy in arXiv 2602.07078. In arXiv 2602.07078, the
     energy e_{i,j} is the squared gradient of log pi(y_j) with respect to the logits, which equals 1 - 2 pi(y_j) + sum_v

@@ -40,8 +40,8 @@ def known_successes(successes: Tensor, counted: Tensor) -> Tensor:
 def spread(row_advantages: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Give each trained token the advantage of its row.
 
-    `row_advantages` has the shape (B,). The advantages and the returns of the tokens have the shape (B, T). The returns
-    equal the advantages, because the estimators that use `spread` have no critic.
+    `row_advantages` (B,) holds one advantage for each row. The advantages and the returns of the tokens have the shape
+    (B, T). The returns equal the advantages, because the estimators that use `spread` have no critic.
     """
     mask = as_mask(response_mask)
     advantages = masked(row_advantages[:, None].expand(mask.shape), mask)

@@ -30,7 +30,7 @@ def returns_to_go(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: 
 def places(mask: Tensor) -> Tensor:
     """Return the index of each trained token among the trained tokens of its row, counted from 0.
 
-    In slots where `mask` is False, the index that `places` returns is meaningless.
+    At tokens that are not trained (`mask` is False), the returned index has no meaning.
     """
     return mask.cumsum(-1) - 1
 

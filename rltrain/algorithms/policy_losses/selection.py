@@ -40,8 +40,8 @@ def smallest(values: Tensor, candidates: Tensor, count: int) -> Tensor:
     """Return a bool mask (B, T) of the `count` candidates with the smallest values.
 
     If there are fewer than `count` candidates (tokens at which `candidates` is True), all candidates are selected.
-    Candidates whose value equals the largest value in the selection are all selected, so that the mask does not depend
-    on the order of rows.
+    If several candidates have the largest selected value, all of them are selected, even if the mask then has more than
+    `count` tokens, so that the mask does not depend on the order of rows.
     """
     values = as_float(values.detach())
     found = values[candidates]

@@ -19,7 +19,7 @@ from rltrain.monitoring.report.run_files import RunFiles
 # step after the update.
 NEXT_STEP = 1
 # As the entropy of a policy falls, its answers become alike before the rule `entropy collapsed` reports the collapse.
-# An entropy collapse can cause findings that begin before the finding `entropy collapsed`.
+# The collapse can therefore cause findings that begin at an earlier step than the finding `entropy collapsed`.
 ANY_STEP = -inf
 
 

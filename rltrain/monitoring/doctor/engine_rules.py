@@ -36,7 +36,7 @@ def _asynchronous(history: History) -> bool:
 def _above(history: History) -> Points:
     """Return the pairs (step, log-prob gap) of the last consecutive steps in which the gap is above the limit.
 
-    `_above` returns [] if the log-prob gap of any of the last 3 steps is at most `rollout.max_log_prob_gap`.
+    `_above` returns [] unless the log-prob gap is above `rollout.max_log_prob_gap` in each of the last 3 steps.
     """
     limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
     return final_streak(_gaps(history), lambda value: value > limit, ENOUGH_STEPS)

@@ -68,7 +68,7 @@ class Vocabulary:
     _numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def numbers(self, ids: np.ndarray) -> np.ndarray:
-        """Return the numbers (N,) by which the report page refers to the tokens with the ids `ids` (N,).
+        """Return, for each token id in `ids` (N,), the number that stands for the token in the report page.
 
         Token ids that are not yet in the vocabulary of the page are added to the vocabulary first.
         """
@@ -87,7 +87,7 @@ class Vocabulary:
 
 @dataclass
 class EncodedSamples:
-    """The samples of a run in the encoding that the JavaScript of a report's page decodes.
+    """The samples of a run, encoded so that the JavaScript code in the page of a report can decode them.
 
     Attributes:
         chunks: the chunks, which are encoded tables of samples, as base64 text.

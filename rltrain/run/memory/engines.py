@@ -118,8 +118,8 @@ def _received(config: Config, shape: ModelShape, limits: FixedSizes) -> list[Par
     if config.rollout.weight_transport == "object_store":
         return [Part("sync buckets", bucket)]
     # While an engine loads one bucket of weights, the engine already receives the next bucket, so two buckets are in
-    # memory. With several training ranks, the engine joins the ranks' parts of the next bucket into the whole bucket.
-    # The parts and the two whole buckets are together as large as three buckets.
+    # memory. With several training ranks, the memory must also hold the ranks' parts of the next bucket, which the
+    # engine joins into the whole bucket. The parts are together as large as one bucket, so three buckets are counted.
     return [Part("sync buckets", bucket * (2 if config.placement.actor_ranks == 1 else 3))]
 
 

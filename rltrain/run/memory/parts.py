@@ -6,7 +6,7 @@ from dataclasses import dataclass
 MIB = 1 << 20  # Bytes of a mebibyte.
 # Phases of a run, in the order in which they begin. A training step consists of the phases "generate" to "sync".
 START, GENERATE, LOG_PROBS, UPDATE, SYNC, SAVE = PHASES = ("start", "generate", "log-probs", "update", "sync", "save")
-WIDTHS = {"float32": 4, "bfloat16": 2}  # Bytes of one number of each dtype.
+WIDTHS = {"float32": 4, "bfloat16": 2}  # Size in bytes of one number of each dtype.
 # Bytes per parameter: of the master weight, of the gradient, and of AdamW's two moments together. Master weights,
 # gradients and AdamW's moments are float32, whatever the model's dtype.
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
