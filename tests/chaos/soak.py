@@ -5,6 +5,10 @@ memory of a process consists of the pages that it has written and shares with no
 the files in /dev/shm and the run's own folder of Ray's logs. At the end, the program prints the slope of each series of
 measurements over the last two thirds of the run. The exit status is 1 if a series rises by more than its tolerance, or
 if a process's memory grows by more than 5 MB per hour.
+
+The memory of a training process varies by several MB from step to step. The slope of its memory is therefore the slope
+of the minimum in each minute, and it is printed with its standard error. If the slope of a process is less than two
+standard errors from 5 MB per hour when the time is over, the run goes on, for at most the same time again.
 """
 
 import argparse
@@ -24,6 +28,7 @@ from pathlib import Path
 from tests.benchmarks.job import tree
 from tests.chaos.processes import command
 from tests.chaos.runs import lines
+from tests.chaos.trends import Points, Trend, minima, trend
 
 ROOT = Path(__file__).parents[2]
 EVERY_S = 5.0
@@ -35,7 +40,8 @@ JOB = [
     "trainer.save_every=100", "trainer.eval_every=100", "trainer.sample_every=0", "data.val_size=16",
     "actor.lr_schedule=constant", "actor.lr=1e-5",
 ]  # fmt: skip
-Series = dict[str, list[tuple[float, float]]]  # Maps each measured quantity to its points (seconds, value).
+MEMORY = "memory, MB"  # The end of the name of each series of a process's memory.
+Series = dict[str, Points]  # Maps each measured quantity to its points (seconds, value).
 
 
 def look(root: int, series: Series, now: float) -> None:
@@ -44,7 +50,7 @@ def look(root: int, series: Series, now: float) -> None:
         name = title(pid)
         if not name:
             continue
-        series[f"{name} memory, MB"].append((now, private_mb(pid)))
+        series[f"{name} {MEMORY}"].append((now, private_mb(pid)))
         for folder, what in (("fd", "open files"), ("task", "threads")):
             try:
                 series[f"{name} {what}"].append((now, float(len(os.listdir(f"/proc/{pid}/{folder}")))))
@@ -96,12 +102,25 @@ def private_mb(pid: int) -> float:
     return sum(int(line.split()[1]) for line in rows if line.startswith(("Private_Dirty:", "Swap:"))) / 1024
 
 
-def slope(points: list[tuple[float, float]]) -> float:
-    """Return the slope of the least-squares line through points (seconds, value), in units of the value per second."""
-    count = len(points)
-    mean_x, mean_y = (sum(point[axis] for point in points) / count for axis in (0, 1))
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+def trends(series: Series, seconds: float) -> dict[str, Trend]:
+    """Return the trend after the warm-up of each series that has measurements until the end of the run."""
+    found = {}
+    for name, points in sorted(series.items()):
+        late = after_warm_up(points, seconds)
+        if len(late) >= 10 and late[-1][0] >= seconds - 5 * EVERY_S:
+            found[name] = trend(minima(late) if name.endswith(MEMORY) else late)
+    return found
+
+
+def after_warm_up(points: Points, seconds: float) -> Points:
+    """Return the points of the last two thirds of a run of `seconds`."""
+    return [point for point in points if point[0] >= WARM_UP * seconds]
+
+
+def decided(series: Series, seconds: float) -> bool:
+    """Return whether the slope of each process's memory is clearly below or clearly above the maximum."""
+    found = trends(series, seconds)
+    return all(found[name].differs_from(MEMORY_MB_AN_HOUR) for name in found if name.endswith(MEMORY))
 
 
 def report(series: Series, seconds: float) -> int:
@@ -110,20 +129,22 @@ def report(series: Series, seconds: float) -> int:
     Returns the number of series that rise by more than the tolerance.
     """
     rising = 0
-    sys.stdout.write("measurement | after the warm-up | at the end | slope per hour | \n")
-    for name, points in sorted(series.items()):
-        late = [point for point in points if point[0] >= WARM_UP * seconds]
-        if len(late) < 10 or late[-1][0] < seconds - 5 * EVERY_S:
-            continue
-        rise = slope(late)
-        grown, mean = rise * (late[-1][0] - late[0][0]), sum(value for _, value in late) / len(late)
-        leaks = name.endswith("memory, MB") and rise * 3600 > MEMORY_MB_AN_HOUR
+    sys.stdout.write("measurement | after the warm-up | at the end | slope per hour | standard error | \n")
+    for name, line in trends(series, seconds).items():
+        late = after_warm_up(series[name], seconds)
+        grown = line.slope * (late[-1][0] - late[0][0]) / 3600
+        mean = sum(value for _, value in late) / len(late)
+        leaks = name.endswith(MEMORY) and line.slope > MEMORY_MB_AN_HOUR
         rises = leaks or grown > max(SHARE * mean, LEAST)
         rising += rises
-        sys.stdout.write(
-            f"{name} | {late[0][1]:.1f} | {late[-1][1]:.1f} | {rise * 3600:+.1f} | {'rises' if rises else ''}\n"
-        )
+        ends = f"{late[0][1]:.1f} | {late[-1][1]:.1f}"
+        sys.stdout.write(f"{name} | {ends} | {line.slope:+.1f} | {line.error:.1f} | {'rises' if rises else ''}\n")
     return rising
+
+
+def goes_on(series: Series, now: float, seconds: float) -> bool:
+    """Return whether a run that was planned for `seconds` needs more measurements at the time `now`."""
+    return now < seconds or (now < 2 * seconds and not decided(series, now))
 
 
 def main() -> int:
@@ -141,7 +162,7 @@ def main() -> int:
         while not (output / "metrics.jsonl").exists() and process.poll() is None:
             time.sleep(1)
         began = time.monotonic()
-        while (now := time.monotonic() - began) < 60 * arguments.minutes and process.poll() is None:
+        while goes_on(series, now := time.monotonic() - began, 60 * arguments.minutes) and process.poll() is None:
             look(process.pid, series, now)
             time.sleep(EVERY_S)
         ended_early = process.poll() is not None
