@@ -694,8 +694,14 @@ def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> Wor
     column that several roles use into Ray's object store only once.
     """
     if role.startswith(REWARD_MODEL):
-        return WorkerGroup([], work_of(role, path))
-    return WorkerGroup([], work_of(role, path), sequence_ranks=config.placement.sequence_ranks, shared=shared)
+        return WorkerGroup([], work_of(role, path), share_prefixes=config.actor.share_prefixes)
+    return WorkerGroup(
+        [],
+        work_of(role, path),
+        sequence_ranks=config.placement.sequence_ranks,
+        shared=shared,
+        share_prefixes=config.actor.share_prefixes,
+    )
 
 
 def work_of(role: str, path: str) -> RowWork:

@@ -37,14 +37,24 @@ def chunks(positions: int, words: int, size: int) -> Iterator[tuple[slice, slice
             yield slice(row, min(row + height, positions)), slice(column, min(column + width, words))
 
 
-def logits(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def logits(
+    hidden: Tensor, head: Tensor, bias: Tensor | None, temperature: float, softcap: float | None = None
+) -> Tensor:
     """Compute logits (rows, columns) in a new tensor, from hidden states (rows, H) and head weights (columns, H).
 
-    The logits are divided by the temperature. The matrix product is computed in the dtype of its factors, as in a
-    model's last layer. The function `logits` returns float64 if the matrix product is float64, and float32 otherwise.
+    A soft cap c replaces each logit z by c * tanh(z / c). The logits are then divided by the temperature. The matrix
+    product is computed in the dtype of its factors, as in a model's last layer. The function `logits` returns float64
+    if the matrix product is float64, and float32 otherwise.
     """
     product = as_float(F.linear(hidden, head, bias))
+    if softcap is not None:
+        product = product.div_(softcap).tanh_().mul_(softcap)
     return product if temperature == 1 else product.div_(temperature)
+
+
+def cap_slope(capped: Tensor, temperature: float, softcap: float) -> Tensor:
+    """Return the derivative of the soft cap at each logit, given the results of `logits`."""
+    return 1 - (capped * (temperature / softcap)).square_()
 
 
 class RunningSoftmax:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rltrain.algorithms.chunks import GradientSums, RunningSoftmax, chunks, default_chunk_size, logits
+from rltrain.algorithms.chunks import GradientSums, RunningSoftmax, cap_slope, chunks, default_chunk_size, logits
 
 
 def full_kl(
@@ -18,6 +18,7 @@ def full_kl(
     *,
     temperature: float = 1.0,
     chunk_size: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute the exact reverse KL divergence KL(pi || pi_ref) at each of N positions.
 
@@ -32,6 +33,8 @@ def full_kl(
     reference model, which gets no gradient. `full_kl` returns one KL value per position, as a tensor (N,), and the KL
     is never negative. Estimators of the KL that need only the log-probs of sampled tokens are in the module
     `rltrain.algorithms.kl`.
+
+    With a `softcap` c, both models replace each logit z by c * tanh(z / c) before the division by the temperature.
 
     A vocabulary entry of probability 0 under the policy adds exactly 0 to the KL and has no gradient. If both the
     policy and the reference have a logit of -inf for a vocabulary entry, the entry adds 0 to the KL. If only the
@@ -69,7 +72,7 @@ def full_kl(
         )
     size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
     result: Tensor = _FullKL.apply(  # type: ignore[no-untyped-call]
-        hidden, head, ref_hidden.detach(), ref_head.detach(), float(temperature), size
+        hidden, head, ref_hidden.detach(), ref_head.detach(), float(temperature), size, softcap
     )
     return result
 
@@ -78,13 +81,13 @@ class _FullKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, ref_hidden: Tensor, ref_head: Tensor, *knobs: Any) -> Tensor:
         """Compute the KL in chunks, and save three numbers per position instead of the logits for the backward pass."""
-        temperature, size = knobs
+        temperature, size, softcap = knobs
         policy = RunningSoftmax(hidden, with_mean=True)
         reference = RunningSoftmax(ref_hidden, with_mean=False)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows, columns in chunks(len(hidden), len(head), size):
-                chunk = logits(hidden[rows], head[columns], None, temperature)
-                ref_chunk = logits(ref_hidden[rows], ref_head[columns], None, temperature)
+                chunk = logits(hidden[rows], head[columns], None, temperature, softcap)
+                ref_chunk = logits(ref_hidden[rows], ref_head[columns], None, temperature, softcap)
                 policy.add(rows, chunk, chunk - ref_chunk)
                 reference.add(rows, ref_chunk)
         # The KL is policy.mean - (policy.log_sum - reference.log_sum), where each `log_sum` is top + log(total).
@@ -92,7 +95,7 @@ class _FullKL(torch.autograd.Function):
         # log(policy.total / reference.total), to avoid the rounding error of adding `top` and log(total).
         kl = policy.mean - (policy.top - reference.top) - (policy.total / reference.total).log()
         ctx.save_for_backward(hidden, head, ref_hidden, ref_head, policy.log_sum, reference.log_sum, kl)
-        ctx.temperature, ctx.size = temperature, size
+        ctx.temperature, ctx.size, ctx.softcap = temperature, size, softcap
         return kl.clamp(min=0)  # rounding can make the KL slightly negative
 
     @staticmethod
@@ -104,10 +107,13 @@ class _FullKL(torch.autograd.Function):
         sums = GradientSums(hidden, head, None, ctx.needs_input_grad)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows, columns in chunks(len(hidden), len(head), ctx.size):
-                log_pi = logits(hidden[rows], head[columns], None, ctx.temperature).sub_(log_sum[rows, None])
-                difference = logits(ref_hidden[rows], ref_head[columns], None, ctx.temperature)
+                log_pi = logits(hidden[rows], head[columns], None, ctx.temperature, ctx.softcap)
+                slope = None if ctx.softcap is None else cap_slope(log_pi, ctx.temperature, ctx.softcap)
+                log_pi.sub_(log_sum[rows, None])
+                difference = logits(ref_hidden[rows], ref_head[columns], None, ctx.temperature, ctx.softcap)
                 difference.sub_(ref_log_sum[rows, None]).neg_().add_(log_pi).sub_(kl[rows, None])
                 pi = log_pi.exp_()
                 to_logits = difference.mul_(pi).mul_(weights[rows, None])
-                sums.add(rows, columns, to_logits.masked_fill_(pi == 0, 0))
-        return *sums.gradients[:2], None, None, None, None
+                to_logits.masked_fill_(pi == 0, 0)
+                sums.add(rows, columns, to_logits if slope is None else to_logits.mul_(slope))
+        return *sums.gradients[:2], None, None, None, None, None

@@ -35,6 +35,11 @@ def positions(lengths: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum()), device=lengths.device) - starts.repeat_interleave(lengths)
 
 
+def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Return the concatenated ranges start, start + 1, ... of the given starts (B,) and lengths (B,)."""
+    return starts.repeat_interleave(lengths) + positions(lengths)
+
+
 def values_in(column: Tensor) -> Tensor:
     """Return the values (N,) of a jagged column."""
     return cast(Tensor, cast(Any, column).values())

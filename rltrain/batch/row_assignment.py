@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 
 from rltrain.base.balanced_parts import partition, refined
+from rltrain.batch.shared_starts import SharedStarts
 
 RowIndices = list[int]
 
@@ -77,6 +78,7 @@ def microbatches(
         ValueError: a row has more than `max_tokens` tokens.
     """
     rows, work = sorted(rows), lengths if work is None else work
+    _check_lengths(lengths, rows, max_tokens)
     fewest = _first_fit(lengths, rows, max_tokens)
     wanted = max(len(fewest), min(count, len(rows)))
     # If there is one micro-batch, or one row per micro-batch, the rows can be split in only one way.
@@ -100,20 +102,13 @@ def _first_fit(lengths: Sequence[int], rows: RowIndices, max_tokens: int) -> lis
     """Pack rows into micro-batches by first fit, in order of decreasing row length.
 
     If n is the smallest possible number of micro-batches, first fit needs at most 11/9 * n + 6/9 micro-batches (Dosa
-    2007).
-
-    Raises:
-        ValueError: a row has more than `max_tokens` tokens.
+    2007). No row may have more than `max_tokens` tokens.
     """
     if rows and sum(lengths[row] for row in rows) <= max_tokens:
         return [list(rows)]
     cuts: list[RowIndices] = []
     room: list[int] = []
     for row in sorted(rows, key=lambda r: (-lengths[r], r)):
-        if lengths[row] > max_tokens:
-            raise ValueError(
-                f"row {row} has {lengths[row]} tokens, above the token limit of {max_tokens}; raise the token limit"
-            )
         fits = next((k for k, left in enumerate(room) if left >= lengths[row]), None)
         if fits is None:
             cuts.append([row])
@@ -141,22 +136,140 @@ def _split(cuts: list[RowIndices], count: int, work: Sequence[int]) -> list[RowI
 
 
 def assign_minibatch(
-    lengths: Sequence[int], rows: RowIndices, ranks: int, max_tokens: int, *, work: Sequence[int] | None = None
+    lengths: Sequence[int],
+    rows: RowIndices,
+    ranks: int,
+    max_tokens: int,
+    *,
+    work: Sequence[int] | None = None,
+    starts: SharedStarts | None = None,
 ) -> list[list[RowIndices]]:
     """Return the micro-batches of each rank for one mini-batch. Every rank gets the same number of micro-batches.
 
     Ranks wait for each other in every micro-batch, so the rows are divided such that the k-th micro-batches of all
-    ranks have nearly equal work. If a rank has fewer rows than micro-batches, the last micro-batches of that rank are
-    empty.
+    ranks have nearly equal work. If a rank has too few rows for its micro-batches, or its rows share tokens, the last
+    micro-batches of that rank can be empty.
 
     Args:
         lengths: number of tokens that each row of the batch takes in a packed micro-batch.
         rows: rows of the mini-batch.
         ranks: number of ranks that share the mini-batch.
-        max_tokens: maximum number of tokens in one micro-batch.
+        max_tokens: maximum number of distinct tokens in one micro-batch.
         work: cost of each row of the batch, in any unit. If `work` is None, the cost of a row is its number of tokens.
+        starts: the tokens that rows share at their starts, and their cost. A micro-batch computes such tokens once.
+            Rows that share tokens are in the same micro-batch, unless the work would be too uneven then, or attention
+            would read more than `KEYS` times `max_tokens` keys. If `starts` is None, rows share no tokens.
+
+    Raises:
+        ValueError: a row has more than `max_tokens` tokens.
     """
-    shares = balance(lengths if work is None else work, rows, ranks)
-    most = max(1, *(len(_first_fit(lengths, share, max_tokens)) for share in shares))
-    cuts = [microbatches(lengths, share, max_tokens, work=work, count=most) for share in shares]
-    return [cut + [[] for _ in range(most - len(cut))] for cut in cuts]
+    work = lengths if work is None else work
+    _check_lengths(lengths, rows, max_tokens)
+    if starts is None:
+        shares = [[[row] for row in share] for share in balance(work, rows, ranks)]
+        return _cut(shares, lengths, max_tokens, work)
+    divided = _divided(rows, ranks, lengths, work, starts)
+    shares = [
+        [unit for family in _families(share, starts) for unit in _pieces(family, 1, lengths, max_tokens, starts)]
+        for share in divided
+    ]
+    return _cut(shares, lengths, max_tokens, work, starts)
+
+
+def _cut(
+    shares: Sequence[Sequence[RowIndices]],
+    lengths: Sequence[int],
+    max_tokens: int,
+    work: Sequence[int],
+    starts: SharedStarts | None = None,
+) -> list[list[RowIndices]]:
+    """Cut each rank's share into micro-batches, the same number for every rank.
+
+    Args:
+        shares: for each rank, the units of its rows. The rows of a unit stay together.
+        lengths: number of tokens of each row of the batch.
+        max_tokens: maximum number of distinct tokens in one micro-batch.
+        work: cost of each row of the batch.
+        starts: the tokens that rows share at their starts, or None.
+    """
+    counted = []
+    for units in shares:
+        if starts is None:
+            counted.append(([lengths[row] for (row,) in units], [work[row] for (row,) in units]))
+        else:
+            totals = [starts.total(unit, lengths, work) for unit in units]
+            counted.append(([total.size for total in totals], [total.cost for total in totals]))
+    most = max(1, *(len(_first_fit(sizes, list(range(len(sizes))), max_tokens)) for sizes, _ in counted))
+    found = []
+    for units, (sizes, costs) in zip(shares, counted, strict=True):
+        cuts = microbatches(sizes, list(range(len(units))), max_tokens, work=costs, count=most)
+        rows = [sorted(row for unit in cut for row in units[unit]) for cut in cuts]
+        found.append(rows + [[] for _ in range(most - len(rows))])
+    return found
+
+
+# The groups of rows that share tokens are divided until no rank has more than EVEN times the mean work of a rank.
+EVEN = 1.05
+
+
+def _divided(
+    rows: RowIndices, ranks: int, lengths: Sequence[int], work: Sequence[int], starts: SharedStarts
+) -> list[RowIndices]:
+    """Distribute rows over the ranks so that rows that share tokens are on the same rank, as far as work is even.
+
+    At first, all rows that share tokens stay together. If the busiest rank has much more work than the mean, the rows
+    are divided into two pieces, four, and so on. The result is the distribution with the least work on the busiest
+    rank.
+    """
+    families = _families(rows, starts)
+    best, least, pieces = list[RowIndices](), 0, 1
+    while True:
+        units = [unit for family in families for unit in _pieces(family, pieces, lengths, None, starts)]
+        costs = [starts.total(unit, lengths, work).cost for unit in units]
+        shares = [
+            [row for unit in share for row in units[unit]] for share in balance(costs, list(range(len(units))), ranks)
+        ]
+        done = [starts.total(share, lengths, work).cost for share in shares]
+        if not best or max(done) < least:
+            best, least = shares, max(done)
+        if pieces >= max(map(len, families), default=1) or max(done) * ranks <= EVEN * sum(done):
+            return best
+        pieces *= 2
+
+
+def _families(rows: RowIndices, starts: SharedStarts) -> list[RowIndices]:
+    """Divide rows into lists of neighbours that share tokens."""
+    families: list[RowIndices] = []
+    for row, shared, _ in starts.ordered(rows):
+        if shared:
+            families[-1].append(row)
+        else:
+            families.append([row])
+    return families
+
+
+def _pieces(
+    family: RowIndices, count: int, lengths: Sequence[int], max_tokens: int | None, starts: SharedStarts
+) -> list[RowIndices]:
+    """Divide rows that share tokens into about `count` pieces with equal numbers of rows.
+
+    If `max_tokens` is not None, there are more pieces if a piece would be larger than `max_tokens` tokens.
+    """
+    pieces: list[RowIndices] = []
+    size = -(-len(family) // count)
+    for row, _, _ in starts.ordered(family):
+        if pieces and len(pieces[-1]) < size:
+            tried = [*pieces[-1], row]
+            if max_tokens is None or starts.total(tried, lengths, lengths).size <= max_tokens:
+                pieces[-1] = tried
+                continue
+        pieces.append([row])
+    return pieces
+
+
+def _check_lengths(lengths: Sequence[int], rows: RowIndices, max_tokens: int) -> None:
+    for row in rows:
+        if lengths[row] > max_tokens:
+            raise ValueError(
+                f"row {row} has {lengths[row]} tokens, above the token limit of {max_tokens}; raise the token limit"
+            )

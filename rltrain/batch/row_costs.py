@@ -6,7 +6,7 @@ leaves out norms, activations and rotary embeddings, which are under 1% of the c
 over the ranks matters only for large models.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,9 @@ _UNGATED = {
     "phi",
     "starcoder2",
 }
+# Maximum number of keys that attention reads, for each token that a micro-batch may have. The keys of a shared prompt
+# are read once for each of its answers, so many short answers to a long prompt would need much memory for keys.
+KEYS = 2
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _ATTENTION = ("full_attention", *_WINDOWED)  # Layer types whose cost grows with the number of token pairs.
 
@@ -94,7 +97,7 @@ def row_work(model: Mapping[str, Any], *, head: bool) -> RowWork:
     # keys and values each have hidden * head_dim * key_heads elements.
     projections = 2 * hidden * head_dim * (heads + key_heads)
     windows: dict[int | None, int] = {}
-    for window in _windows(model, layers):
+    for window in attention_windows(model, layers):
         # For each pair of tokens, each dimension of an attention head costs one multiply-add for query * key, and one
         # for attention weight * value.
         windows[window] = windows.get(window, 0) + 2 * heads * head_dim
@@ -122,7 +125,7 @@ def _feed_forward(model: Mapping[str, Any], hidden: int) -> int:
     return matrices * hidden * (chosen + shared) + hidden * experts
 
 
-def _windows(model: Mapping[str, Any], layers: int) -> Iterable[int | None]:
+def attention_windows(model: Mapping[str, Any], layers: int) -> list[int | None]:
     """Return the attention window of each attention layer.
 
     An attention window of None means that a token attends to all preceding tokens.

@@ -13,6 +13,7 @@ from rltrain.settings.typed import require
 # Keys of a model's config that may hold the maximum number of positions.
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _LAYERS = ("layer_types", "layers_block_type")  # Keys of a model's config that may hold the layers' types.
+_CHUNK = "attention_chunk_size"  # Key for the size of chunks, to whose tokens attention is limited.
 # Names of the layer types with attention.
 _ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -102,11 +103,11 @@ def check_critic(path: str) -> None:
 def longest_row(path: str | Path) -> int | None:
     """Return the maximum number of tokens in a row (prompt and answer), or None if the model sets no limit.
 
-    The maximum row length is the smallest of the following limits of the model: the number of positions, the attention
-    windows and the RoPE limit.
+    The maximum row length is the smallest of the following limits of the model: the number of positions, the size
+    of attention chunks and the RoPE limit.
     """
     model = model_config(path)
-    limits = [*(model.get(name) for name in _POSITIONS), *_windows(model).values(), _rope_limit(model)]
+    limits = [*(model.get(name) for name in _POSITIONS), model.get(_CHUNK), _rope_limit(model)]
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
@@ -175,7 +176,6 @@ def check_teacher(config: Config, path: str, key: str) -> None:
     )
     _check_sequence_ranks(config.placement.sequence_ranks, model, f"{where}: its")
     _check_layers(where, model)
-    _check_caps(where, model)
     check_weights(path, where)
 
 
@@ -208,34 +208,17 @@ def _check_layers(where: str, model: Mapping[str, Any]) -> None:
 
 
 def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the model has attention windows or logit caps that training would ignore.
+    """Raise ConfigError if the model's attention works in chunks of tokens, and a row can be longer than a chunk.
 
-    If training ignored an attention window or a logit cap, training would compute the log-probs of a different model.
+    Training would attend to the tokens of earlier chunks, and compute the log-probs of a different model.
     """
-    for key, window in _windows(model).items():
-        require(
-            longest <= window,
-            f"model.path={path}: its {key}={window} is shorter than rollout.max_prompt_length + "
-            f"rollout.max_response_length = {longest}, but training attends to all tokens; lower their sum to at most "
-            f"{window}, or use another model",
-        )
-    _check_caps(f"model.path={path}", model)
-
-
-def _check_caps(where: str, model: Mapping[str, Any]) -> None:
-    for key, what in (("attn_logit_softcapping", "attention"), ("final_logit_softcapping", "logits")):
-        cap = model.get(key)
-        require(cap is None, f"{where}: its {key}={cap}, but training does not cap {what}; use another model")
-
-
-def _windows(model: Mapping[str, Any]) -> dict[str, int]:
-    """Return a dict that maps keys of the model's config to attention windows in tokens; the dict is empty if no layer
-    of the model has an attention window.
-    """
-    found = {"attention_chunk_size": model.get("attention_chunk_size")}
-    if model.get("use_sliding_window", True):
-        found["sliding_window"] = model.get("sliding_window")
-    return {key: window for key, window in found.items() if isinstance(window, int)}
+    size = model.get(_CHUNK)
+    require(
+        not isinstance(size, int) or longest <= size,
+        f"model.path={path}: its {_CHUNK}={size} is shorter than rollout.max_prompt_length + "
+        f"rollout.max_response_length = {longest}, but training attends to all chunks; lower their sum to at most "
+        f"{size}, or use another model",
+    )
 
 
 def _rope_limit(model: Mapping[str, Any]) -> int | None:

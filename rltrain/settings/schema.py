@@ -298,8 +298,21 @@ class OptimizerConfig:
     )
     max_tokens_per_microbatch: int = key(
         "Maximum number of prompt and response tokens in one forward pass. max_tokens_per_microbatch limits memory "
-        "use and does not change results.",
+        "use and does not change results. If actor.share_prefixes is true, tokens that several rows share count once, "
+        "but the attention of a forward pass never reads more than twice as many keys.",
         at_least=1,
+        changeable=True,
+    )
+
+
+@section
+class ActorConfig(OptimizerConfig):
+    """Settings of the actor: optimizer, and the packs of all roles."""
+
+    share_prefixes: bool = key(
+        "Compute tokens at the start of several rows of a micro-batch only once, such as the prompt of several answers "
+        "or the earlier turns of a conversation. share_prefixes applies to every model on the training ranks, and does "
+        "not change results.",
         changeable=True,
     )
 
@@ -864,7 +877,9 @@ class Config:
     data: DataConfig = key("Sources of the prompts, and how rows of data become prompts.")
     reward: RewardConfig = key("How answers are scored.")
     rollout: RolloutConfig = key("Generation of the answers.")
-    actor: OptimizerConfig = key("Optimizer of the actor: AdamW and its learning-rate schedule.")
+    actor: ActorConfig = key(
+        "Optimizer of the actor, AdamW and its learning-rate schedule, and the packs of all roles."
+    )
     critic: CriticConfig = key(
         "Optimizer of the critic, which exists only if the advantage estimator uses the critic's values."
     )

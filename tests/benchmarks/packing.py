@@ -22,13 +22,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rltrain.base.balanced_parts import least_largest_sum
+from rltrain.batch.contexts import row_tokens
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.batch.row_assignment import assign_minibatch
 from rltrain.batch.row_costs import RowWork, causal_pairs, row_work
 from tests.benchmarks.row import Row
 from workers.models.packed_forward import PACKED, pack, policy_output
 from workers.training.dispatch import Minibatch, overhead_metrics, split_rows
-from workers.training.worker_group import row_lengths
 
 COMMAND = "python -m tests.benchmarks.packing"
 ROWS, PROMPT, SHORTEST, SPREAD, BUDGET = 32, 16, 32, 16, 8192  # The token budget is the config's default.
@@ -103,8 +103,8 @@ def throughput() -> list[Row]:
     answers = batch.values("responses").split(batch.lengths("responses").tolist())
     rows = [torch.cat(pair) for pair in zip(batch.values("prompts").split(PROMPT), answers, strict=True)]
     full, work = [len(row) for row in rows], row_work(plain.config.to_dict(), head=True)
-    costs = work.of_rows(row_lengths(batch), batch.lengths("responses").tolist())
-    packed = split_rows(row_lengths(batch), 1, BUDGET, work=costs)[0]
+    costs = work.of_rows(row_tokens(batch), batch.lengths("responses").tolist())
+    packed = split_rows(row_tokens(batch), 1, BUDGET, work=costs)[0]
     padded = padded_plan(full, list(range(ROWS)))
     by_length = padded_plan(full, sorted(range(ROWS), key=lambda row: -full[row]))
     ways = {
@@ -178,15 +178,15 @@ def waste_row(
 
     The notes of the row give the share of multiply-adds that attention spends on padding in its buckets of rows.
     """
-    lengths = row_lengths(batch)
+    lengths = row_tokens(batch)
     filler = overhead_metrics([[Minibatch(plan, 1, 1)]], lengths, costs)["filler_fraction"]
     packs = [pack(batch[rows]) for rows in plan]
     assert sum(p.input_ids.numel() for p in packs) == sum(lengths), "a pack holds more than its rows' tokens"
     ((_, pair),) = work.attention
     needed = sum(causal_pairs(length, None) for length in lengths)
     computed = sum(
-        bucket.index.size(0) * causal_pairs(bucket.index.size(1), None)
-        for one in packs for bucket in one.contexts.attention_batches
+        bucket.queries.size(0) * causal_pairs(bucket.queries.size(1), None)
+        for one in packs for bucket in one.layout.attention_batches
     )  # fmt: skip
     attention = pair * (computed - needed) / (sum(costs) + pair * (computed - needed))
     notes = (

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -14,7 +15,6 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
     "num_key_value_heads": 2,
 }  # fmt: skip
-ARCHITECTURES = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -32,18 +32,20 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def save_model(folder: Path, architecture: str, *, positions: int) -> Path:
+def save_model(folder: Path, architecture: str, *, positions: int, **options: object) -> Path:
     """Save a model with its tokenizer.
 
     Args:
         folder: Directory in which the model is saved.
-        architecture: Name of the model's architecture, a key of `ARCHITECTURES`.
+        architecture: Name of the model's type in transformers, such as "llama".
         positions: Maximum number of tokens of a prompt and its answer together.
+        options: Further settings of the model's config.
     """
-    kind, config = ARCHITECTURES[architecture]
     tokenizer = byte_tokenizer()
-    sizes = SIZES | {"max_position_embeddings": positions}
-    model = kind(config(vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=2, bos_token_id=0, **sizes))
-    model.save_pretrained(folder)
+    sizes = SIZES | {"max_position_embeddings": positions} | options
+    config = CONFIG_MAPPING[architecture](
+        vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=2, bos_token_id=0, dtype="float32", **sizes
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

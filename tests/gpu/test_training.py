@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.settings.compose import compose
-from workers.models import packed_forward
+from workers.models.attention_batches import attention_in_batches
 from workers.models.fsdp import Optimizer, device, full, shard
 from workers.models.fused_head import token_log_probs
 from workers.models.packed_forward import PACKED, pack, policy_output, to_device
@@ -71,10 +71,20 @@ def sharded(*overrides: str):
 # Tests of attention.
 
 
+def group() -> DataProto:
+    """Return answers to one prompt, which share the prompt's tokens in a pack."""
+    rows = batch_of()
+    prompts = jagged([list(range(40))] * len(rows), torch.int64)
+    return DataProto.from_dict({"prompts": prompts, "responses": rows.batch["responses"]})
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("made", [batch_of, group])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (14, 2)])
 @pytest.mark.parametrize("width", [64, 128])
-def test_B6_the_kernel_of_all_rows_gives_what_buckets_give_in_float64(heads, width):
-    packed, source = pack(batch_of()), torch.Generator().manual_seed(1)
+def test_B6_the_kernel_of_all_rows_gives_what_buckets_give_in_float64(heads, width, made, window):
+    packed, source = pack(made()), torch.Generator().manual_seed(1)
+    assert (packed.layout.keys is not None) is (made is group)
     tokens = packed.input_ids.size(1)
     shapes = [(tokens, heads[0], width), (tokens, heads[1], width), (tokens, heads[1], width)]
     exact = [torch.randn(shape, generator=source, dtype=torch.float64).bfloat16().double() for shape in shapes]
@@ -82,8 +92,9 @@ def test_B6_the_kernel_of_all_rows_gives_what_buckets_give_in_float64(heads, wid
     exact = [tensor.requires_grad_() for tensor in exact]
     kernel = kernel_for(inputs[0], inputs[2])
     assert kernel is not None, "no attention kernel for this GPU and this version of torch"
-    got = kernel(*inputs, packed.offsets.to(device()), packed.longest, 0.1)
-    wanted = packed_forward._in_attention_batches(*exact, packed, scaling=0.1, dropout=0.0)
+    layout = packed.layout.to(device())
+    got = kernel(inputs[0], *layout.keys_of_segments(*inputs[1:]), layout.bounds, 0.1, window)
+    wanted = attention_in_batches(*exact, packed.layout, scaling=0.1, window=window)
     weights = torch.randn(wanted.shape, generator=source, dtype=torch.float64)
     (got * weights.to(got)).sum().backward()
     (wanted * weights).sum().backward()
@@ -110,7 +121,7 @@ def test_grouped_heads_in_float32_never_hold_all_scores():
     q, k, v = (torch.randn(length, n, 64, device=device(), requires_grad=True) for n in (heads, 2, 2))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    packed_forward._in_attention_batches(q, k, v, to_device(row, device()), scaling=None, dropout=0.0).sum().backward()
+    attention_in_batches(q, k, v, row.layout.to(device()), scaling=None, dropout=0.0).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < heads * length**2 * 4 / 4
 
 

@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 
+from rltrain.batch.contexts import row_tokens
 from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.batch.row_assignment import assign_minibatch
+from rltrain.batch.shared_starts import shared_starts
 from rltrain.settings.compose import compose
 from rltrain.settings.schema import Config
 from workers.cluster.worker_process import Host
@@ -56,16 +59,18 @@ def forget_peak() -> None:
 
 
 def rows_of(config: Config, count: int, words: int) -> DataProto:
-    """Return `count` rows of random token ids, each with the longest prompt and the longest answer of the config."""
+    """Return `count` answers of random token ids to groups of the config's size, all of the config's maximum length."""
     generator = torch.Generator().manual_seed(0)
 
     def ids(length: int) -> list[list[int]]:
         return [torch.randint(words, (length,), generator=generator).tolist() for _ in range(count)]
 
     prompts, responses = ids(config.rollout.max_prompt_length), ids(config.rollout.max_response_length)
+    uids = [row // config.rollout.samples_per_prompt for row in range(count)]
+    prompts = [prompts[uid] for uid in uids]
     tokens = count * config.rollout.max_response_length
     columns = {"prompts": jagged(prompts, torch.int64), "responses": jagged(responses, torch.int64)}
-    return DataProto.from_dict(columns | {"uid": torch.arange(count)}).with_values(
+    return DataProto.from_dict(columns | {"uid": torch.tensor(uids)}).with_values(
         "responses",
         response_mask=torch.ones(tokens, dtype=torch.bool),
         advantages=torch.randn(tokens, generator=generator),
@@ -79,11 +84,9 @@ def phases(config: Config, path: str, ranks: int) -> Iterator[tuple[str, Callabl
     made: list[ActorWorker] = []
     yield "start", lambda: made.append(ActorWorker(config, path))
     (actor,), count = made, config.sequences_per_step // ranks
-    at_once = config.actor.max_tokens_per_microbatch // (
-        config.rollout.max_prompt_length + config.rollout.max_response_length
-    )
     batch = rows_of(config, count, actor.model.config.vocab_size)
-    lists = [list(range(first, min(first + at_once, count))) for first in range(0, count, at_once)]
+    lengths, starts = row_tokens(batch).tolist(), shared_starts(batch)
+    (lists,) = assign_minibatch(lengths, list(range(count)), 1, config.actor.max_tokens_per_microbatch, starts=starts)
     tokens = count * ranks * config.rollout.max_response_length
     minibatch = Minibatch(lists, tokens, count * ranks)
 

@@ -110,6 +110,12 @@ def forward_only(model: nn.Module) -> Iterator[None]:
         model.reshard()
 
 
+# Maximum number of graphs of the code of a layer: layers with and without a window, packs with and without shared
+# tokens, and passes with and without gradients, each at first with fixed and then with variable sizes. Beyond the
+# limit, torch.compile would silently run layers uncompiled.
+GRAPHS = 32
+
+
 def prepare(layer: nn.Module, config: ModelConfig) -> None:
     """Compile a layer's forward pass and enable activation checkpointing, each only if `config` enables it.
 
@@ -118,6 +124,7 @@ def prepare(layer: nn.Module, config: ModelConfig) -> None:
     function.
     """
     if config.compile:
+        torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
         layer.forward = torch.compile(layer.forward, dynamic=True)
     if config.activation_checkpointing:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)

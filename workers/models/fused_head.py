@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from rltrain.algorithms.chunks import LEAST_LOG, GradientSums, RunningSoftmax, chunks, default_chunk_size, logits
+from rltrain.algorithms.chunks import (
+    LEAST_LOG,
+    GradientSums,
+    RunningSoftmax,
+    cap_slope,
+    chunks,
+    default_chunk_size,
+    logits,
+)
 from rltrain.algorithms.ratio import as_float
 
 PROBE = 64.0  # test logit that reveals how a model transforms the output of its last layer
@@ -33,6 +41,7 @@ def token_log_probs(
     temperature: float = 1.0,
     entropies: bool = False,
     chunk_size: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probs of tokens and, on request, entropies of the tokens' distributions, both in nats.
 
@@ -60,6 +69,8 @@ def token_log_probs(
         temperature: sampling temperature, by which the logits are divided.
         entropies: whether to compute the entropy of each token's distribution.
         chunk_size: maximum number of logits in a chunk; the default depends on the device.
+        softcap: soft cap c of the logits, which replaces z by c * tanh(z / c) before the division by the temperature;
+            None for no soft cap.
 
     Returns:
         Log-probs (R,), and entropies (R,) or None. Log-probs and entropies are at least float32 and have gradients
@@ -68,10 +79,12 @@ def token_log_probs(
     size = chunk_size or default_chunk_size(hidden.device)
     if len(hidden) * len(head) > size:
         found: tuple[Tensor, Tensor | None] = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
-            hidden, head, bias, targets, temperature, entropies, size
+            hidden, head, bias, targets, temperature, entropies, size, softcap
         )
         return found
-    log_softmax = F.log_softmax(as_float(F.linear(hidden, head, bias)) / temperature, dim=-1)
+    product = as_float(F.linear(hidden, head, bias))
+    capped = product if softcap is None else softcap * torch.tanh(product / softcap)
+    log_softmax = F.log_softmax(capped / temperature, dim=-1)
     chosen = log_softmax.gather(1, targets[:, None])[:, 0]
     return chosen, _entropy(log_softmax) if entropies else None
 
@@ -91,17 +104,17 @@ class _TokenLogProbs(torch.autograd.Function):
 
         For the backward pass, save the inputs and one or two numbers per token, but not the logits.
         """
-        temperature, entropies, size = knobs
+        temperature, entropies, size, softcap = knobs
         softmax = RunningSoftmax(hidden, with_mean=entropies)
         chosen = torch.full_like(softmax.top, torch.nan)  # targets outside the vocabulary get the log-prob NaN
         for rows, columns in chunks(len(hidden), len(head), size):
-            chunk = logits(hidden[rows], head[columns], _part(bias, columns), temperature)
+            chunk = logits(hidden[rows], head[columns], _part(bias, columns), temperature, softcap)
             inside, at = _targets_in(columns, targets[rows])
             chosen[rows] = torch.where(inside, chunk.gather(1, at)[:, 0], chosen[rows])
             softmax.add(rows, chunk)
         entropy = softmax.total.log() - softmax.mean if entropies else None
         ctx.save_for_backward(hidden, head, bias, targets, softmax.log_sum, entropy)
-        ctx.temperature, ctx.size = temperature, size
+        ctx.temperature, ctx.size, ctx.softcap = temperature, size, softcap
         ctx.set_materialize_grads(False)
         return chosen - softmax.top - softmax.total.log(), entropy
 
@@ -110,11 +123,12 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, of_log_probs: Tensor | None, of_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         """Recompute the chunks of logits, and return the gradients with respect to hidden, head and bias."""
         if of_log_probs is None and of_entropies is None:
-            return (None,) * 7
+            return (None,) * 8
         hidden, head, bias, targets, log_sum, entropy = ctx.saved_tensors
         sums = GradientSums(hidden, head, bias, ctx.needs_input_grad)
         for rows, columns in chunks(len(hidden), len(head), ctx.size):
-            chunk = logits(hidden[rows], head[columns], _part(bias, columns), ctx.temperature)
+            chunk = logits(hidden[rows], head[columns], _part(bias, columns), ctx.temperature, ctx.softcap)
+            slope = None if ctx.softcap is None else cap_slope(chunk, ctx.temperature, ctx.softcap)
             log_pi = chunk.sub_(log_sum[rows, None])
             to_logits = _minus_softmax(
                 log_pi, _part(of_log_probs, rows), _part(of_entropies, rows), _part(entropy, rows)
@@ -122,8 +136,10 @@ class _TokenLogProbs(torch.autograd.Function):
             if of_log_probs is not None:
                 inside, at = _targets_in(columns, targets[rows])
                 to_logits.scatter_add_(1, at, torch.where(inside, of_log_probs[rows], 0)[:, None])
+            if slope is not None:
+                to_logits.mul_(slope)
             sums.add(rows, columns, to_logits if ctx.temperature == 1 else to_logits.div_(ctx.temperature))
-        return *sums.gradients, None, None, None, None
+        return *sums.gradients, None, None, None, None, None
 
 
 def _minus_softmax(
@@ -169,13 +185,20 @@ def logit_scale(model: PreTrainedModel) -> float:
     return float(getattr(config, "logit_scale", None) or 1) / float(getattr(config, "logits_scaling", None) or 1)
 
 
+def logit_cap(model: PreTrainedModel) -> float | None:
+    """Return the soft cap of a model's logits, according to the model's config, or None (Gemma 2, arXiv:2408.00118)."""
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return None if cap is None else float(cap)
+
+
 @contextmanager
 def replaced_head(model: PreTrainedModel, function: HeadFunction) -> Iterator[None]:
     """Make a causal language model return `function(hidden, weight, bias)` as its logits inside the `with` block.
 
     `hidden` has shape (1, R, H), and the result of `function` can have any shape. `function` is called inside the
     model's own forward pass, while the weights of a sharded model are gathered. The result of `function` is returned as
-    the model's output, so that FSDP's hooks on the model's output see the gradient.
+    the model's output, so that FSDP's hooks on the model's output see the gradient. Inside the `with` block, the model
+    does not apply its soft cap (`logit_cap`), so `function` must apply it to its logits.
 
     Raises:
         ValueError: the model's last layer is not a plain nn.Linear.
@@ -187,10 +210,15 @@ def replaced_head(model: PreTrainedModel, function: HeadFunction) -> Iterator[No
             "a plain nn.Linear; use a model that ends in an nn.Linear, without an adapter on this layer"
         )
     vars(head)["forward"] = lambda hidden: function(hidden, head.weight, head.bias)
+    config, cap = model.config.get_text_config(), logit_cap(model)
+    if cap is not None:
+        config.final_logit_softcapping = None
     try:
         yield
     finally:
         del vars(head)["forward"]
+        if cap is not None:
+            config.final_logit_softcapping = cap
 
 
 def check_probe(probes: Tensor, model: nn.Module) -> None:
@@ -206,6 +234,5 @@ def check_probe(probes: Tensor, model: nn.Module) -> None:
     if not bool(torch.isclose(probes, torch.full_like(probes, PROBE), rtol=1e-4).all()):
         raise ValueError(
             f"{type(model).__name__} turns a logit of {PROBE:g} into {float(probes.detach()[0]):g} after its last "
-            "layer (for example by a soft cap), which training does not support: its log-probs would be wrong; use "
-            "another model"
+            "layer, which training does not support: its log-probs would be wrong; use another model"
         )

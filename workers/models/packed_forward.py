@@ -1,37 +1,40 @@
 """Packed forward passes: log-probs, entropies and values of response tokens, without padding in any linear layer.
 
-A pack concatenates rows into one sequence of N tokens. A row of the batch consists of one or more contexts, and a token
-sees only the earlier tokens of its own context. Almost all rows have one context, but an agent program can start new
-contexts within a row.
+A row of the batch consists of one or more contexts, and a token sees only the earlier tokens of its own context. Almost
+all rows have one context, but an agent program can start new contexts within a row. A pack is one sequence with all
+tokens of all contexts. Contexts that begin with the same tokens, such as the answers to a prompt, share these tokens in
+the pack: each distinct token of the prefix tree (`rltrain.batch.prefix_tree`) is in the pack once. The pack consists of
+the segments of the prefix tree, and a token attends to the earlier tokens of its segment and to the segments above.
 
 An attention function for packs is registered in transformers under the name `PACKED`. On GPUs and with 16-bit dtypes,
-one call of an attention kernel computes the attention of all contexts. If no attention kernel is usable, contexts of
-similar length form an attention batch, which is padded on the right. One causal sdpa call computes the attention of an
-attention batch. Attention masks are never built, and a context cannot attend to another context. All layers other than
-attention process the N tokens without padding.
+one call of an attention kernel computes the attention of all segments (`workers.models.varlen_attention`), otherwise
+`workers.models.attention_batches` does. All layers other than attention process the pack's N tokens without padding.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from rltrain.algorithms import full_kl
 from rltrain.algorithms.ratio import as_float
 from rltrain.base import trace
-from rltrain.batch.data_proto import COLUMNS, DataProto, offsets_of, positions
+from rltrain.batch.contexts import contexts_of
+from rltrain.batch.data_proto import COLUMNS, DataProto, positions
+from rltrain.batch.jagged import ranges
+from rltrain.batch.prefix_tree import distinct_tokens
 from workers.cluster.progress import tick
+from workers.models.attention_batches import SegmentLayout, attention_in_batches
 from workers.models.fsdp import device, forward_only
-from workers.models.fused_head import PROBE, check_probe, logit_scale, replaced_head, token_log_probs
+from workers.models.fused_head import PROBE, check_probe, logit_cap, logit_scale, replaced_head, token_log_probs
 from workers.models.sequence_parallel import (
     Sequence,
     gather,
     heads_of_all_tokens,
+    heads_of_rank,
     sequence_group_of,
     split,
     tokens_of_all_heads,
@@ -39,79 +42,39 @@ from workers.models.sequence_parallel import (
 from workers.models.varlen_attention import kernel_for
 
 PACKED = "rltrain_packed"
+RECORDING = "rltrain_recording"  # Packed attention that records the sliding windows of the layers.
 # Names of the batch columns that `microbatch` does not pad, because all code reads these columns without padding.
 PACKED_COLUMNS = ("responses", "context_starts", "ref_hidden", "teacher_hidden")
-# Minimum ratio of the shortest to the longest context length in an attention batch.
-SLACK = 0.75
-
-
-@dataclass(frozen=True)
-class AttentionBatch:
-    """Contexts whose attention is computed in one sdpa call.
-
-    Attributes:
-        index: (contexts, L) position of each token in the pack, where L is the length of the longest context in the
-            attention batch.
-        real: (contexts, L) bool, False for entries of `index` that are padding.
-    """
-
-    index: Tensor
-    real: Tensor
-
-
-class ContextLayout:
-    """The context lengths of a pack, and the attention batches into which the contexts are grouped by length.
-
-    `ContextLayout` is not a dataclass, because FSDP would copy a dataclass for each layer.
-
-    Args:
-        lengths: (contexts,) number of tokens in each context, on the CPU.
-        device: device on which attention is computed.
-    """
-
-    def __init__(self, lengths: Tensor, device: torch.device) -> None:
-        self.lengths, self.device = lengths, device
-
-    @functools.cached_property
-    def attention_batches(self) -> tuple[AttentionBatch, ...]:
-        """Return the attention batches: groups of contexts of similar length, with one sdpa call for each group.
-
-        The attention batches are computed on first access, because they are needed only if no attention kernel is
-        usable.
-        """
-        return _attention_batches(self.lengths, self.device)
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Rows that are concatenated into one sequence.
+    """Rows whose tokens are in one sequence, the tokens that several contexts share only once.
 
     Attributes:
         input_ids: (1, N) prompt and response ids. Each row's last response token is left out, because the model
             predicts no token after the last response token.
-        position_ids: (1, N) positions, which restart at 0 in each context.
-        contexts: context lengths, and groups of contexts of similar length (attention batches).
-        longest: number of tokens in the longest context.
-        offsets: (contexts + 1,) int32, the start positions of all contexts, followed by the end of the last context.
+        position_ids: (1, N) position of each token in its contexts.
+        layout: segments of the pack, and the segments to which each segment attends.
         predicting: (R,) position in the pack at which each of the R response tokens is predicted.
         targets: (R,) ids of the response tokens.
+        ends: (B,) position in the pack of each row's last token.
         sequence: the group of ranks that split the pack's tokens (sequence parallelism), or None. With sequence
-            parallelism, all attributes except `contexts`, `longest`, `offsets` and `sequence` hold only this rank's
-            slice of the pack.
+            parallelism, `input_ids`, `position_ids`, `predicting` and `targets` hold only this rank's slice of the
+            pack.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    contexts: ContextLayout
-    longest: int
-    offsets: Tensor
+    layout: SegmentLayout
     predicting: Tensor
     targets: Tensor
+    ends: Tensor
     sequence: Sequence | None = None
 
 
-def pack(batch: DataProto) -> Pack:
-    """Concatenate all rows of a batch into one sequence, and return the sequence as a `Pack`.
+def pack(batch: DataProto, *, share: bool = True) -> Pack:
+    """Put all rows of a batch into one sequence, and return the sequence as a `Pack`.
 
     The first context of a row begins with the row's prompt. The column `context_starts` marks the first token of the
     second and of each further context of a row; a batch without the column `context_starts` has exactly one context per
@@ -119,45 +82,27 @@ def pack(batch: DataProto) -> Pack:
     values of this token are meaningless and must not be used.
 
     If a row has no response tokens, the pack contains the row's prompt tokens, but no token is predicted for the row.
+
+    Args:
+        batch: the rows.
+        share: whether tokens at the start of several contexts are in the pack only once.
     """
-    prompt_lengths, response_lengths = batch.lengths("prompts"), batch.lengths("responses")
-    lengths = prompt_lengths + response_lengths.clamp(min=1) - 1
-    starts = offsets_of(lengths)
-    ids = torch.empty(int(lengths.sum()), dtype=torch.int64)
-    ids[starts[:-1].repeat_interleave(prompt_lengths) + positions(prompt_lengths)] = batch.values("prompts")
-    at = (starts[:-1] + prompt_lengths).repeat_interleave(response_lengths) + positions(response_lengths)
-    is_input = positions(response_lengths) < (response_lengths - 1).repeat_interleave(response_lengths)
-    ids[at[is_input]] = batch.values("responses")[is_input]
-    if "context_starts" in batch:
-        begins = at[is_input & batch.values("context_starts")]
-        starts = torch.cat([starts, begins]).sort().values
-        lengths = starts.diff()
+    contexts = contexts_of(batch)
+    ids, lengths, places = contexts.ids, contexts.lengths, torch.arange(len(contexts.ids))
+    if share:
+        tokens = distinct_tokens(ids, lengths, contexts.prompts)
+        ids, places, position_ids = ids[tokens.kept], tokens.places, ranges(tokens.depths, tokens.lengths)
+        layout = SegmentLayout(tokens.lengths, ids.device, tokens.depths, tokens.keys)
+    else:
+        position_ids, layout = positions(lengths), SegmentLayout(lengths, ids.device)
     return Pack(
         ids[None],
-        positions(lengths)[None],
-        ContextLayout(lengths, ids.device),
-        int(lengths.max()),
-        starts.int(),
-        at - 1,
+        position_ids[None],
+        layout,
+        places[contexts.predicting],
         batch.values("responses"),
+        places[contexts.ends],
     )
-
-
-def _attention_batches(lengths: Tensor, device: torch.device) -> tuple[AttentionBatch, ...]:
-    starts = offsets_of(lengths)[:-1]
-    order = lengths.argsort(descending=True, stable=True)
-    batches, begin = [], 0
-    while begin < len(order):
-        longest = int(lengths[order[begin]])
-        count = int((lengths[order[begin:]] >= SLACK * longest).sum())
-        chosen = order[begin : begin + count]
-        steps = torch.arange(longest)
-        real = steps < lengths[chosen][:, None]
-        batches.append(
-            AttentionBatch(torch.where(real, starts[chosen][:, None] + steps, 0).to(device), real.to(device))
-        )
-        begin += count
-    return tuple(batches)
 
 
 def to_device(packed: Pack, device: torch.device) -> Pack:
@@ -167,11 +112,10 @@ def to_device(packed: Pack, device: torch.device) -> Pack:
     return Pack(
         packed.input_ids.to(device),
         packed.position_ids.to(device),
-        ContextLayout(packed.contexts.lengths, device),
-        packed.longest,
-        packed.offsets.to(device),
+        packed.layout.to(device),
         packed.predicting.to(device),
         packed.targets.to(device),
+        packed.ends.to(device),
     )
 
 
@@ -190,69 +134,48 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: Any,  # arguments that transformers passes to every attention function, but packed attention does not use
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each context of a pack.
+    """Compute causal attention within each segment of a pack and the segments above it.
 
     The shape of `query` is (1, H, N, D), with H heads of width D for N tokens. The shape of `key` and `value` is
     (1, K, N, D), where the number K of key heads divides the number H of query heads. The shape of the attention
-    output is (1, N, H, D).
-
-    Raises:
-        ValueError: the model uses soft caps, attention sinks, or a window shorter than the longest context, none
-            of which is supported.
+    output is (1, N, H, D). A token of a layer with a sliding window attends to at most `sliding_window` tokens,
+    including itself. `softcap` and `s_aux`, the scores of the attention sinks, are explained in
+    `workers.models.capped_attention`.
     """
     assert attention_mask is None, "a packed forward pass must not be given an attention mask"
-    if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < packed.longest):
-        raise ValueError(
-            "this model's attention uses a soft cap, sinks, or a window shorter than the longest context of the batch, "
-            "which are not supported; use another model"
-        )
     if packed.sequence is not None:
         query, key, value = (heads_of_all_tokens(tensor, packed.sequence) for tensor in (query, key, value))
+        s_aux = None if s_aux is None else heads_of_rank(s_aux, packed.sequence)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # q, k and v have the shape (N, heads, D)
-    kernel = None if dropout else kernel_for(q, v)
+    kernel = None if dropout or softcap is not None or s_aux is not None else kernel_for(q, v)
     if kernel is not None:
-        out = kernel(q, k, v, packed.offsets, packed.longest, scaling)
+        out = kernel(q, *packed.layout.keys_of_segments(k, v), packed.layout.bounds, scaling, sliding_window)
     else:
-        out = _in_attention_batches(q, k, v, packed, scaling=scaling, dropout=dropout)
+        out = attention_in_batches(
+            q,
+            k,
+            v,
+            packed.layout,
+            scaling=scaling,
+            dropout=dropout,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
     return out[None] if packed.sequence is None else tokens_of_all_heads(out[None], packed.sequence), None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile would recompile for every number of batches
-def _in_attention_batches(
-    q: Tensor, k: Tensor, v: Tensor, packed: Pack, *, scaling: float | None, dropout: float
-) -> Tensor:
-    """Compute attention (N, H, D) with one sdpa call for each attention batch."""
-    tokens, heads = q.shape[:2]
-    out = q.new_zeros(tokens, heads, v.size(-1))
-    for batch in packed.contexts.attention_batches:
-        rows, length = batch.index.shape
-        flat = batch.index.reshape(-1)
-        own, keys, values = (
-            t.index_select(0, flat).view(rows, length, t.size(1), -1).transpose(1, 2) for t in (q, k, v)
-        )
-        # On CUDA, sdpa in float32 would materialize all attention scores if query heads shared key heads, so the key
-        # heads are repeated.
-        if q.is_cuda and k.size(1) != heads:
-            keys, values = (t.repeat_interleave(heads // t.size(1), dim=1) for t in (keys, values))
-        attended = F.scaled_dot_product_attention(
-            own, keys, values, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=keys.size(1) != heads
-        )
-        attended = attended.transpose(1, 2).reshape(rows * length, heads, -1)
-        if len(packed.contexts.attention_batches) == 1 and bool(batch.real.all()):
-            out = attended.index_select(0, _inverse(flat))
-        else:
-            real = batch.real.reshape(-1)
-            out = out.index_copy(0, flat[real], attended[real])
-    return out
-
-
-def _inverse(permutation: Tensor) -> Tensor:
-    inverse = torch.empty_like(permutation)
-    inverse[permutation] = torch.arange(len(permutation), device=permutation.device)
-    return inverse
+def recording_attention(
+    module: nn.Module, *tensors: Tensor, sliding_window: int | None = None, **options: Any
+) -> tuple[Tensor, None]:
+    """Compute packed attention, and keep the layer's sliding window as the attribute `recorded_window` of `module`."""
+    vars(module)["recorded_window"] = sliding_window
+    return packed_attention(module, *tensors, sliding_window=sliding_window, **options)
 
 
 AttentionInterface.register(PACKED, packed_attention)
+AttentionInterface.register(RECORDING, recording_attention)
+AttentionMaskInterface.register(RECORDING, lambda *args, **kwargs: None)
 AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
 
 
@@ -341,7 +264,7 @@ def policy_output(
         reference = None if reference is None else (reference[0][here], reference[1])
         teachers = None if teachers is None else teachers.at(here)
     scale, states = logit_scale(model), list[Tensor]()
-    knobs: dict[str, Any] = {"temperature": temperature / scale}
+    knobs: dict[str, Any] = {"temperature": temperature / scale, "softcap": logit_cap(model)}
 
     def columns(of_all: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         states.append(of_all[0])
@@ -406,7 +329,7 @@ def stand_in(batch: DataProto) -> list[int]:
     return [int((batch.lengths("prompts") + batch.lengths("responses")).argmin())]
 
 
-def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict[str, Tensor]]:
+def microbatch(batch: DataProto, rows: list[int], *, share: bool = True) -> tuple[DataProto, Pack, dict[str, Tensor]]:
     """Return the rows of the batch with the indices `rows`, and the rows' packed model input and response columns.
 
     Each response column is padded to the shape (B, T). `microbatch` moves the packed input and the padded columns to
@@ -416,6 +339,8 @@ def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict
     If `rows` is empty, the micro-batch is the shortest row of the batch, and no token of the row counts as trained. A
     rank to which no rows are assigned still runs the batch's shortest row, so that the rank takes part in the
     collectives and adds exactly zero to the gradient.
+
+    `share` says whether tokens at the start of several contexts are in the pack only once.
     """
     tick()
     part = batch[rows or stand_in(batch)]
@@ -428,7 +353,7 @@ def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict
     columns = {name: part.padded(name).to(device()) for name in names} | {"mask": mask.to(device())}
     if not rows:
         columns["response_mask"] = torch.zeros_like(columns["mask"])
-    return part, to_device(pack(part), device()), columns
+    return part, to_device(pack(part, share=share), device()), columns
 
 
 def row_pass(
@@ -436,6 +361,8 @@ def row_pass(
     function: Callable[[DataProto, Pack], dict[str, Tensor]],
     batch: DataProto,
     microbatches: list[list[int]],
+    *,
+    share: bool = True,
 ) -> DataProto:
     """Run a function on each micro-batch without gradients, and collect the columns that the function returns.
 
@@ -447,6 +374,7 @@ def row_pass(
         batch: the batch whose rows are split into micro-batches.
         microbatches: row indices of each forward pass. If a list of row indices is empty, the shortest row of the batch
             is processed, and the results are dropped.
+        share: whether tokens at the start of several contexts are in a pack only once.
 
     Returns:
         A batch with the columns that `function` returned, and with rows in the order of `microbatches`.
@@ -457,7 +385,7 @@ def row_pass(
             tick()
             part = batch[rows or stand_in(batch)]
             with trace.span("micro-batch", trace.CALLS, rows=len(rows)):
-                found = function(part, to_device(pack(part), device()))
+                found = function(part, to_device(pack(part, share=share), device()))
                 columns = {name: values.cpu() for name, values in found.items()}
             kept = columns if rows else {name: values[:0] for name, values in columns.items()}
             parts.append(batch[rows].select(["responses"]).with_values("responses", **kept))

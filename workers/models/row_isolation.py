@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rltrain.base.errors import ConfigError, described
 from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.batch.row_costs import attention_windows
 from workers.models.loading import FirstValue, load_model, load_sample_layers
-from workers.models.packed_forward import Pack, pack, policy_output
+from workers.models.packed_forward import PACKED, RECORDING, Pack, pack, policy_output
 
 LENGTHS = (4, 3, 4, 3)  # number of tokens in each test row
 # Largest accepted change of a last hidden state when another row changes, relative to the state's norm.
@@ -88,6 +89,7 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
         ConfigError: rows in the same pack influence each other, or a forward pass failed. The message of the
             ConfigError names the model's architecture.
     """
+    check_windows(model, run, where)
     # In a mixture-of-experts model, rounding can change which of two experts with almost equal scores is chosen. To
     # tolerate rounding, `check_rows_apart` raises an error only if rows influence each other with the first random
     # seed and also with the second.
@@ -100,6 +102,44 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
         f"states of a row change by {apart:.2g} times their norm when another row changes); use a model of another "
         "architecture"
     )
+
+
+@torch.no_grad()
+def check_windows(model: PreTrainedModel, run: Callable[[Pack], Any], where: str) -> None:
+    """Raise ConfigError if a model's config has a sliding window that its layers do not pass to packed attention.
+
+    Some models apply a sliding window only through the attention mask, which packed attention does not use. Windows
+    that are as long as the model's longest row have no effect, and are not checked.
+
+    Args:
+        model: the unsharded model with at least one decoder layer of each kind.
+        run: function that runs one forward pass of the model on a pack.
+        where: start of error messages, such as `model.path=PATH`.
+    """
+    config = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    windows = {one for one in attention_windows(config.to_dict(), config.num_hidden_layers) if one is not None}
+    windows = {one for one in windows if longest is None or one < longest}
+    if not windows:
+        return
+    embeddings = model.get_input_embeddings()
+    assert isinstance(embeddings, nn.Embedding), f"unsupported type of input embedding: {type(embeddings).__name__}"
+    model.set_attn_implementation(RECORDING)
+    try:
+        run(pack(_rows(embeddings.weight.size(0), 0)[[0]]))
+    except Exception as error:  # a model can raise any exception
+        raise ConfigError(
+            f"{where}: {type(model).__name__} fails in a packed forward pass ({described(error, 240)}); use a "
+            "model of another architecture"
+        ) from error
+    finally:
+        model.set_attn_implementation(PACKED)
+    found = {vars(module).pop("recorded_window", None) for module in model.modules()}
+    if windows - found:
+        raise ConfigError(
+            f"{where}: {type(model).__name__} applies its sliding window of {min(windows - found)} tokens only through "
+            "an attention mask, which training over packed rows does not use; use a model of another architecture"
+        )
 
 
 def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], seed: int, where: str) -> float:
@@ -115,8 +155,8 @@ def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], 
     rows = _rows(embeddings.weight.size(0), seed)
     try:
         with head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][0])):
-            run(pack(rows[[0, 1, 2]]))
-            run(pack(rows[[3, 0, 2]]))
+            run(pack(rows[[0, 1, 2]], share=False))
+            run(pack(rows[[3, 0, 2]], share=False))
     except Exception as error:  # a model can raise any exception
         raise ConfigError(
             f"{where}: {type(model).__name__} fails in a packed forward pass ({described(error, 240)}); use a "

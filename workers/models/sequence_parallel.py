@@ -66,7 +66,7 @@ def split(packed: "Pack", sequence: Sequence) -> tuple["Pack", Tensor]:
     """Return this rank's slice of a pack, and a mask of the response tokens that are predicted in the slice.
 
     The mask (R,) has one entry for each of the R response tokens of the whole pack. The returned slice keeps the
-    context boundaries of the whole pack, because each rank computes attention over whole contexts.
+    layout of the whole pack, because each rank computes the attention of all tokens, for some of the heads.
     """
     own = replace(sequence, tokens=packed.input_ids.size(1))
     begin, length = own.rank * own.slice, own.slice
@@ -98,6 +98,11 @@ def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
     return received.transpose(0, 1).flatten(1, 2)[None, :, : sequence.tokens]
 
 
+def heads_of_rank(values: Tensor, sequence: Sequence) -> Tensor:
+    """Return the values of this rank's heads (H / ranks,), given one value for each query head (H,)."""
+    return values.chunk(sequence.size)[sequence.rank]
+
+
 def tokens_of_all_heads(tensor: Tensor, sequence: Sequence) -> Tensor:
     """Change a split by heads (each rank has all tokens, some heads) into a split by tokens (some tokens, all heads).
 
@@ -122,10 +127,12 @@ def gather(values: Tensor, whole: "Pack", sequence: Sequence) -> Tensor:
     Returns:
         (R, ...) values of all R response tokens of the whole pack, in order.
     """
-    counts = torch.bincount(whole.predicting // sequence.slice, minlength=sequence.size).tolist()
+    owners = whole.predicting // sequence.slice
+    counts = torch.bincount(owners, minlength=sequence.size).tolist()
     assert counts[sequence.rank] == len(values), "`values` must have one value for each response token in the slice"
     gathered: Tensor = _Gather.apply(values, counts, sequence)  # type: ignore[no-untyped-call]
-    return gathered
+    # The response tokens of a slice are in order, but the slices alternate where contexts share tokens.
+    return gathered[owners.argsort(stable=True).argsort()]
 
 
 class _AllToAll(torch.autograd.Function):

@@ -1,14 +1,15 @@
-"""Kernels that compute causal attention within each of several concatenated sequences.
+"""Kernels that compute causal attention within the segments of a pack.
 
 The kernel of flash-attn is used if the package flash-attn is installed, otherwise the kernel of torch. The kernels of
 flash-attn and torch need 16-bit dtypes, and a GPU of compute capability 8.0 or higher. If no kernel is usable,
-`workers.models.packed_forward` computes attention in batches of sequences of similar length.
+`workers.models.attention_batches` computes attention in batches of segments of similar length.
 """
 
 import functools
 import importlib
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +17,32 @@ from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
 WIDEST, STEP = 256, 8  # the kernels need a head width that is a multiple of STEP and at most WIDEST
-# Arguments of an attention kernel: queries (N, H, D), keys (N, K, D), values (N, K, D), row offsets (R + 1,) int32,
-# number of tokens of the longest row, and the scale or None. Result of an attention kernel: attention output (N, H, D).
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where the segments of a pack begin and end.
+
+    A segment has `n` queries and `m >= n` keys. The last query attends to all `m` keys, and each earlier query to one
+    key less.
+
+    Attributes:
+        query_offsets: (S + 1,) int32, the position of each segment's first query, and the number of queries.
+        key_offsets: (S + 1,) int32, the position of each segment's first key, and the number of keys.
+        most_queries: number of queries of the longest segment.
+        most_keys: number of keys of the segment with the most keys.
+    """
+
+    query_offsets: Tensor
+    key_offsets: Tensor
+    most_queries: int
+    most_keys: int
+
+
+# Arguments of an attention kernel: queries (N, H, D), keys (M, K, D), values (M, K, D), bounds of the segments, the
+# scale or None, and the maximum number of keys to which a query attends or None. Result of an attention kernel:
+# attention output (N, H, D).
+Kernel = Callable[[Tensor, Tensor, Tensor, Bounds, float | None, int | None], Tensor]
 
 
 def kernel_for(query: Tensor, value: Tensor) -> Kernel | None:
@@ -47,9 +71,11 @@ def of_flash_attn(module: Any) -> Kernel:
     """Wrap the attention kernel of flash-attn version 2, which accepts fewer key heads than query heads."""
     function = module.flash_attn_varlen_func
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float | None) -> Tensor:
-        options = {"softmax_scale": scale, "causal": True}
-        output: Tensor = function(query, key, value, offsets, offsets, longest, longest, **options)
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None, window: int | None
+    ) -> Tensor:
+        options = {"softmax_scale": scale, "causal": True, "window_size": _near(window)}
+        output: Tensor = function(query, key, value, *_arguments(bounds), **options)
         return output
 
     return attend
@@ -69,18 +95,27 @@ def of_torch(module: Any) -> Kernel:
         raise NotImplementedError("the installed torch's varlen_attn lacks the arguments `window_size` and `scale`")
     shares = "enable_gqa" in accepted
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float | None) -> Tensor:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None, window: int | None
+    ) -> Tensor:
         copies = query.size(1) // key.size(1)
         if copies > 1 and not shares:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         sharing = {"enable_gqa": copies > 1} if shares else {}
-        causal = (-1, 0)  # each token attends to itself and to all earlier tokens of its row
-        output: Tensor = function(
-            query, key, value, offsets, offsets, longest, longest, scale=scale, window_size=causal, **sharing
-        )
+        near = _near(window)
+        output: Tensor = function(query, key, value, *_arguments(bounds), scale=scale, window_size=near, **sharing)
         return output
 
     return attend
+
+
+def _arguments(bounds: Bounds) -> tuple[Tensor, Tensor, int, int]:
+    return bounds.query_offsets, bounds.key_offsets, bounds.most_queries, bounds.most_keys
+
+
+def _near(window: int | None) -> tuple[int, int]:
+    """Return how many keys before and after its own key a query attends to; -1 for no maximum."""
+    return (-1 if window is None else window - 1), 0
 
 
 @functools.cache

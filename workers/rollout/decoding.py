@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from workers.models.capped_attention import capped_attention
 from workers.rollout.messages import Completion, Request
 from workers.rollout.stop_strings import StopStrings
 
@@ -27,16 +28,49 @@ def grouped_attention(
     If each row has one query (Q = 1), the query heads that share a key head are treated as several queries of one head,
     and no causal mask is needed.
 
+    Soft caps and attention sinks, which `sdpa` ignores, are supported. So are sliding windows in a decoding step, for
+    which `attention_mask` needs no windows.
+
     Shapes: query (B, H, Q, D), key and value (B, K, W, D), where K divides H. The returned attention output has the
         shape (B, Q, H, D).
     """
-    batch, heads, queries, _ = query.shape
+    batch, heads, queries, width = query.shape
+    window = options.get("sliding_window")
+    if queries == 1 and window is not None:
+        # All rows end in the same column, so the window of the last token consists of the last columns. The mask of
+        # `Batch.mask`, which all layers share, contains no windows.
+        key, value = key[:, :, -window:], value[:, :, -window:]
+        attention_mask = None if attention_mask is None else attention_mask[..., -window:]
+    softcap, sinks, scale = options.get("softcap"), options.get("s_aux"), options.get("scaling")
+    if softcap is not None or sinks is not None:
+        bias = _bias(attention_mask, queries, key.size(2), query).expand(batch, -1, -1, -1)
+        scale = width**-0.5 if scale is None else scale
+        out = capped_attention(query, key, value, bias, scale=scale, softcap=softcap, sinks=sinks)
+        return out.transpose(1, 2).contiguous(), None
     one_mask = attention_mask is None or attention_mask.size(1) == 1
     if queries > 1 or not one_mask or options.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     shared = query.reshape(batch, key.size(1), heads // key.size(1), -1)
-    out = F.scaled_dot_product_attention(shared, key, value, attn_mask=attention_mask, scale=options.get("scaling"))
+    out = F.scaled_dot_product_attention(shared, key, value, attn_mask=attention_mask, scale=scale)
     return out.reshape(batch, 1, heads, -1), None
+
+
+def _bias(mask: Tensor | None, queries: int, keys: int, like: Tensor) -> Tensor:
+    """Return what is added to attention scores (B, 1, Q, W): 0, or a very low number if a query ignores a key.
+
+    Args:
+        mask: (B, 1, Q, W), True or 0 where a query attends to a key; None for causal attention of the last tokens.
+        queries: number Q of queries.
+        keys: number W of keys.
+        like: tensor with the dtype and device of the result.
+    """
+    if mask is None:
+        mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
+    if mask.dtype != torch.bool:
+        return mask
+    # A query of padding ignores all keys. The least finite number, instead of minus infinity, avoids NaN outputs.
+    least = torch.finfo(like.dtype).min
+    return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(~mask, least)
 
 
 AttentionInterface.register(GROUPED, grouped_attention)

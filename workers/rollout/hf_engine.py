@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from rltrain.algorithms.draws import stream_draws
-from rltrain.base.errors import ConfigError, one_line
+from rltrain.base.errors import ConfigError
 from rltrain.data.model_weights import load_whole
 from rltrain.settings.schema import Config, RolloutConfig
 from workers.cluster.progress import tick
@@ -286,16 +286,12 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> HFEngine:
 
 
 def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        model: PreTrainedModel = load_whole(
-            AutoModelForCausalLM, path, f"model.path={path}", dtype=dtype, attn_implementation="sdpa"
-        )
-        model.set_attn_implementation(GROUPED)
-    except ConfigError:
-        raise
-    except ValueError as error:  # transformers raises ValueError if the model's attention code cannot be replaced.
+    where = f"model.path={path}"
+    model: PreTrainedModel = load_whole(AutoModelForCausalLM, path, where, dtype=dtype, attn_implementation="eager")
+    if not (model._supports_sdpa or model._supports_attention_backend):
         raise ConfigError(
-            f"model.path={path}: does not load for rollout=hf ({one_line(str(error), 160)}); use a model of another "
-            "architecture"
-        ) from error
+            f"{where}: does not load for rollout=hf ({type(model).__name__} implements its own attention, which cannot "
+            "be replaced); use a model of another architecture"
+        )
+    model.set_attn_implementation(GROUPED)
     return model

@@ -161,9 +161,20 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 def repack_heads(model: nn.Module) -> None:
     """Make every output head compute with the weights that were loaded last."""
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
+    for module in output_heads(model).values():
+        module.quant_method.process_weights_after_loading(module)
+
+
+def output_heads(model: nn.Module) -> dict[str, Any]:
+    """Return the modules that compute logits, by their checkpoint names.
+
+    vLLM's implementations of some models, such as Gemma 2, have no output head of their own, and compute logits with
+    the embedding. Checkpoints name the weight of such a head `lm_head.weight`.
+    """
+    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+    heads = {name: module for name, module in modules.items() if isinstance(module, ParallelLMHead)}
+    embedding = next((module for module in modules.values() if isinstance(module, VocabParallelEmbedding)), None)
+    return heads or ({} if embedding is None else {"lm_head": embedding})
 
 
 def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
@@ -242,12 +253,13 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
     """
     fused = getattr(model, "packed_modules_mapping", {})
     outputs: dict[str, Tensor] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, ParallelLMHead | LinearBase) != products:
-            continue
-        if isinstance(module, ParallelLMHead):
+    if products:
+        for name, module in output_heads(model).items():
             outputs[f"{name}.weight"] = gather([_apply(module)], module.tp_size)[0][: module.org_vocab_size]
-        elif isinstance(module, VocabParallelEmbedding):
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, ParallelLMHead) or isinstance(module, LinearBase) != products:
+            continue
+        if isinstance(module, VocabParallelEmbedding):
             outputs[f"{name}.weight"] = _embedding(module)
         elif isinstance(module, LinearBase):
             outputs |= _parts(name, module, fused)
@@ -320,7 +332,7 @@ def _apply(module: Any) -> Tensor:
 
     The bias of the layer is not added to the product of matrix and probe vector.
     """
-    is_head = isinstance(module, ParallelLMHead)
+    is_head = isinstance(module, VocabParallelEmbedding)
     whole = module.embedding_dim if is_head else module.input_size
     size = whole if is_head else getattr(module, "input_size_per_partition", whole)
     dtype = module.params_dtype

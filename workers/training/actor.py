@@ -31,7 +31,7 @@ from rltrain.settings.algorithm_config import AlgorithmConfig, KLLossConfig
 from rltrain.settings.schema import Config
 from workers.cluster.progress import tick
 from workers.models.fsdp import Optimizer, device, full, shard, weights_device
-from workers.models.fused_head import logit_scale
+from workers.models.fused_head import logit_cap, logit_scale
 from workers.models.lora import adapt, first_adapter_values
 from workers.models.packed_forward import Pack, TeacherStates, microbatch, policy_output, row_pass, unpack
 from workers.models.row_isolation import load_policy
@@ -126,7 +126,7 @@ class ActorWorker:
             found = {"old_log_probs": output.log_probs, "entropies": output.entropies, "full_kl": output.full_kl}
             return {name: values for name, values in found.items() if values is not None}
 
-        return row_pass(self.model, columns, batch, microbatches)
+        return row_pass(self.model, columns, batch, microbatches, share=self.config.actor.share_prefixes)
 
     def _reference(self, part: DataProto) -> tuple[Tensor, Tensor]:
         """Return the hidden states (R, H) at the response tokens and the output head (V, H) of the reference model."""
@@ -139,7 +139,15 @@ class ActorWorker:
         The output heads of several teachers must be appended in the order of the teachers in the config. The exact KL
         to a teacher needs the teacher's output head, because the teacher sends only hidden states. If the teacher's
         vocabulary is larger than the policy's, the teacher's distribution is restricted to the policy's vocabulary.
+
+        Raises:
+            ConfigError: the policy's logits have a soft cap.
         """
+        if logit_cap(self.model) is not None:
+            raise ConfigError(
+                f"model.path={self.path}: the exact KL to a teacher does not support this model, because its logits "
+                "have a soft cap; use algorithm.distillation.kl=sampled"
+            )
         words = self.model.get_output_embeddings().weight.size(0)
         assert len(head) >= words, "a teacher's vocabulary must not be smaller than the policy's"
         # The teacher's output head is divided by the policy's `logit_scale`, because `policy_output` multiplies the
@@ -248,7 +256,7 @@ class ActorWorker:
         result.supervised_tokens = minibatch.num_tokens
         for rows in minibatch.microbatches if minibatch.num_tokens else ():
             with trace.span("supervised micro-batch", trace.CALLS, rows=len(rows)):
-                _, packed, columns = microbatch(supervised, rows)
+                _, packed, columns = microbatch(supervised, rows, share=self.config.actor.share_prefixes)
                 output = policy_output(self.model, packed, temperature=self.config.rollout.temperature)
                 mask = columns["response_mask"]
                 losses = supervised_loss(unpack(output.log_probs, columns["mask"]), mask)
@@ -276,7 +284,7 @@ class ActorWorker:
         entropy_coef: float,
         statistics: CorrectionStatistics | None,
     ) -> dict[str, Tensor]:
-        part, packed, columns = microbatch(batch, rows)
+        part, packed, columns = microbatch(batch, rows, share=self.config.actor.share_prefixes)
         algorithm, mask = self.config.algorithm, columns["mask"]
         output = policy_output(
             self.model,

@@ -72,7 +72,7 @@ class CriticWorker:
         def columns(_: DataProto, packed: Pack) -> dict[str, Tensor]:
             return {"values": response_values(self.model, packed)}
 
-        return row_pass(self.model, columns, batch, microbatches)
+        return row_pass(self.model, columns, batch, microbatches, share=self.config.actor.share_prefixes)
 
     def update(self, batch: DataProto, minibatches: list[Minibatch]) -> UpdateResult:
         """Take one optimizer step for each mini-batch.
@@ -97,7 +97,7 @@ class CriticWorker:
         return result
 
     def _backward(self, batch: DataProto, rows: list[int], minibatch: Minibatch, result: UpdateResult) -> None:
-        _, packed, columns = microbatch(batch, rows)
+        _, packed, columns = microbatch(batch, rows, share=self.config.actor.share_prefixes)
         mask = columns["response_mask"]
         values = unpack(response_values(self.model, packed), columns["mask"])
         token_losses, sums = value_loss(

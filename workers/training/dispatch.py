@@ -11,6 +11,7 @@ from torch import Tensor
 from rltrain.algorithms import effective_sample_size
 from rltrain.batch.data_proto import DataProto
 from rltrain.batch.row_assignment import RowIndices, assign_minibatch
+from rltrain.batch.shared_starts import SharedStarts, no_shared_starts
 
 # Names of the metrics that `overhead_metrics` returns.
 OVERHEAD_METRICS = ("filler_fraction", "idle_fraction")
@@ -92,21 +93,32 @@ class UpdateResult:
 
 
 def split_rows(
-    lengths: Sequence[int], ranks: int, max_tokens: int, *, work: Sequence[int] | None = None
+    lengths: Sequence[int],
+    ranks: int,
+    max_tokens: int,
+    *,
+    work: Sequence[int] | None = None,
+    starts: SharedStarts | None = None,
 ) -> list[list[RowIndices]]:
     """Split all rows of a batch into micro-batches for each rank, and return the micro-batches.
 
-    The docstring of `assign_minibatch` explains the argument `work`. The micro-batches of the last two splits are
-    cached, because several roles split the same batch in each training step.
+    The docstring of `assign_minibatch` explains the arguments `work` and `starts`. The micro-batches of the last two
+    splits are cached, because several roles split the same batch in each training step.
     """
-    return _split_rows(tuple(lengths), ranks, max_tokens, None if work is None else tuple(work))
+    shared = None if starts is None else (tuple(starts.place), tuple(starts.tokens), tuple(starts.work))
+    return _split_rows(tuple(lengths), ranks, max_tokens, None if work is None else tuple(work), shared)
 
 
 @functools.lru_cache(maxsize=2)
 def _split_rows(
-    lengths: tuple[int, ...], ranks: int, max_tokens: int, work: tuple[int, ...] | None
+    lengths: tuple[int, ...],
+    ranks: int,
+    max_tokens: int,
+    work: tuple[int, ...] | None,
+    shared: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None,
 ) -> list[list[RowIndices]]:
-    return assign_minibatch(lengths, list(range(len(lengths))), ranks, max_tokens, work=work)
+    starts = None if shared is None else SharedStarts(*shared)
+    return assign_minibatch(lengths, list(range(len(lengths))), ranks, max_tokens, work=work, starts=starts)
 
 
 def split_minibatches(
@@ -117,6 +129,7 @@ def split_minibatches(
     max_tokens: int,
     *,
     work: Sequence[int] | None = None,
+    starts: SharedStarts | None = None,
 ) -> list[list[Minibatch]]:
     """Return, for each rank, the rank's part of each mini-batch.
 
@@ -125,7 +138,7 @@ def split_minibatches(
     `positive_mask` is True.
 
     Rows without a trained token are in no micro-batch, because such rows would add exactly zero to the gradient. The
-    docstring of `assign_minibatch` explains the argument `work`.
+    docstring of `assign_minibatch` explains the arguments `work` and `starts`.
     """
     trained = _row_sums(batch, batch.values("response_mask"))
     positive = torch.zeros_like(trained)
@@ -136,7 +149,7 @@ def split_minibatches(
         counts = trained[rows]
         whole = int(counts.sum()), int((counts > 0).sum()), int(positive[rows].sum())
         needed = [row for row, count in zip(rows, counts.tolist(), strict=True) if count]
-        parts = assign_minibatch(lengths, needed, ranks, max_tokens, work=work)
+        parts = assign_minibatch(lengths, needed, ranks, max_tokens, work=work, starts=starts)
         for minibatches_of_rank, part in zip(by_rank, parts, strict=True):
             minibatches_of_rank.append(Minibatch(part, *whole))
     return by_rank
@@ -172,7 +185,10 @@ def renumbered(microbatches: Sequence[RowIndices], rows: RowIndices) -> list[Row
 
 
 def overhead_metrics(
-    by_rank: Sequence[Sequence[Minibatch]], lengths: Sequence[int], work: Sequence[int]
+    by_rank: Sequence[Sequence[Minibatch]],
+    lengths: Sequence[int],
+    work: Sequence[int],
+    starts: SharedStarts | None = None,
 ) -> dict[str, float]:
     """Return metrics of the overhead that is caused by splitting an update over ranks.
 
@@ -182,12 +198,14 @@ def overhead_metrics(
         estimated fraction of time that the ranks spend waiting for the slowest rank of each micro-batch.
     """
     stand_in = min(range(len(lengths)), key=lambda row: lengths[row], default=None)
+    starts = starts or no_shared_starts(len(lengths))
     needed = filler = busy = elapsed = 0
     for ranks in zip(*by_rank, strict=True):
         for passes in zip(*(minibatch.microbatches for minibatch in ranks), strict=True):
-            needed += sum(lengths[row] for rows in passes for row in rows)
+            totals = [starts.total(rows, lengths, work) for rows in passes]
+            needed += sum(total.tokens for total in totals)
             filler += sum(lengths[stand_in] for rows in passes if not rows) if stand_in is not None else 0
-            costs = [sum(work[row] for row in rows) for rows in passes]
+            costs = [total.cost for total in totals]
             busy, elapsed = busy + sum(costs), elapsed + len(costs) * max(costs)
     return {
         "filler_fraction": filler / max(needed + filler, 1),

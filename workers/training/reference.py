@@ -61,7 +61,7 @@ class ReferenceWorker(TeacherWorker):
             found = {"ref_log_probs": output.log_probs} if algorithm.needs_ref_log_probs else {}
             return found if output.hidden is None else found | {"ref_hidden": output.hidden}
 
-        return row_pass(self.model, columns, batch, microbatches)
+        return row_pass(self.model, columns, batch, microbatches, share=self.config.actor.share_prefixes)
 
     def refresh(self, number: int, shards: Sequence[Tensor]) -> None:
         """Set a group of this rank's weights to a * actor + (1 - a) * reference (TR-DPO, arXiv 2404.09656, section 3).

@@ -30,7 +30,7 @@ class RewardModelWorker:
     """
 
     def __init__(self, config: Config, path: str) -> None:
-        where = f"reward model {path}"
+        self.config, where = config, f"reward model {path}"
         sample = load_sample_layers(AutoModelForSequenceClassification, path, where=where)
         _check(sample, where)
         check_rows_apart(sample, score_head(sample), functools.partial(row_scores, sample), where)
@@ -54,7 +54,8 @@ class RewardModelWorker:
             # operations.
             for rows in microbatches:
                 tick()
-                packed = to_device(pack(batch[rows or stand_in(batch)]), device())
+                part = batch[rows or stand_in(batch)]
+                packed = to_device(pack(part, share=self.config.actor.share_prefixes), device())
                 scores.append(row_scores(self.model, packed).cpu()[: len(rows)])
         return DataProto.from_dict({"model_scores": torch.cat(scores)})
 
@@ -80,9 +81,7 @@ def row_scores(model: PreTrainedModel, packed: Pack) -> Tensor:
         packed=packed,
     )
     hook.remove()
-    begins = packed.position_ids[0] == 0
-    # Each packed row ends where the next row begins, and the last row ends at the end of the packed sequence.
-    return outputs[0][0, begins.roll(-1), 0].float()
+    return outputs[0][0, packed.ends, 0].float()
 
 
 def _check(model: PreTrainedModel, where: str) -> None:

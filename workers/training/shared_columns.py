@@ -8,6 +8,7 @@ import numpy as np
 
 from rltrain.algorithms import columns_of, loss_functions
 from rltrain.batch.data_proto import DataProto
+from rltrain.batch.shared_starts import SharedStarts, shared_starts
 from rltrain.settings.algorithm_config import AlgorithmConfig
 from workers.cluster.processes import Shared, WorkerProcess
 
@@ -82,6 +83,19 @@ class SharedColumns:
     def __init__(self) -> None:
         self._sources: dict[str, DataProto] = {}  # Maps each column to a batch with all rows of the column.
         self._parts: dict[int, list[_Part]] = {}  # Maps each receiver to the `_Part` objects stored for it.
+        self._starts: tuple[DataProto, SharedStarts] | None = None  # The last result of `starts`, and its batch.
+
+    def starts(self, batch: DataProto) -> SharedStarts:
+        """Return the tokens that the rows of a batch share at their starts. The last result is kept for other roles."""
+        names = [name for name in (*FORWARD, "uid") if name in batch]
+        if self._starts is not None:
+            known, found = self._starts
+            if known.keys() == names and all(batch.shares(known, name) for name in names):
+                return found
+        read = batch.select(names)
+        found = shared_starts(read)
+        self._starts = read, found
+        return found
 
     def share(
         self, batch: DataProto, columns: Sequence[str], rows: Sequence[Sequence[int]], process: WorkerProcess

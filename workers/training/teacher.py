@@ -9,7 +9,7 @@ from rltrain.base.errors import ConfigError
 from rltrain.batch.data_proto import DataProto
 from rltrain.settings.schema import Config
 from workers.models.fsdp import frozen, full, weights_device
-from workers.models.fused_head import logit_scale
+from workers.models.fused_head import logit_cap, logit_scale
 from workers.models.packed_forward import Pack, policy_output, row_pass
 from workers.models.row_isolation import load_policy
 
@@ -46,7 +46,7 @@ class TeacherWorker:
             found = {"teacher_log_probs": output.log_probs}
             return found if output.hidden is None else found | {"teacher_hidden": output.hidden}
 
-        return row_pass(self.model, columns, batch, microbatches)
+        return row_pass(self.model, columns, batch, microbatches, share=self.config.actor.share_prefixes)
 
     def output_head(self) -> Tensor | None:
         """Return the weight (V, H) of the last layer, times the factor by which the model multiplies its logits.
@@ -55,12 +55,13 @@ class TeacherWorker:
         returns the weight of the last layer; all other ranks return None.
 
         Raises:
-            ConfigError: the last layer has a bias, which the exact KL does not support.
+            ConfigError: the last layer has a bias or a soft cap, which the exact KL to a teacher does not support.
         """
         head = self.model.get_output_embeddings()
-        if head.bias is not None:
+        if head.bias is not None or logit_cap(self.model) is not None:
+            what = "last layer has a bias" if head.bias is not None else "logits have a soft cap"
             raise ConfigError(
-                f"{self.where}: the exact KL does not support this model, because its last layer has a bias; use "
+                f"{self.where}: the exact KL does not support this model, because its {what}; use "
                 "algorithm.distillation.kl=sampled"
             )
         weight, scale = full(head.weight.detach()), logit_scale(self.model)

@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
+from rltrain.batch.contexts import row_tokens
 from rltrain.batch.data_proto import DataProto
 from rltrain.batch.row_assignment import RowIndices, rows_of_same_groups
 from rltrain.batch.row_costs import RowWork
+from rltrain.batch.shared_starts import SharedStarts
 from workers.cluster.processes import Pending, Role, results
 from workers.training.dispatch import (
     Minibatch,
@@ -40,6 +42,7 @@ class WorkerGroup(Generic[W_co]):
         shared: registry of the batches' rows and columns that are already in Ray's object store. Several worker groups
             can use the same `SharedColumns` object. If `shared` is None, the worker group creates its own
             `SharedColumns` object.
+        share_prefixes: whether a pack has the tokens at the start of several rows only once.
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class WorkerGroup(Generic[W_co]):
         *,
         sequence_ranks: int = 1,
         shared: SharedColumns | None = None,
+        share_prefixes: bool = True,
     ) -> None:
         self.ranks, self.work, self.sequence_ranks = list(ranks), work or RowWork(), sequence_ranks
+        self.share_prefixes = share_prefixes
         self.shared = shared or SharedColumns()
 
     @property
@@ -81,13 +86,14 @@ class WorkerGroup(Generic[W_co]):
             only: indices of the rows to process, at least one, in ascending order. If `only` is None, all rows are
                 processed.
         """
-        lengths, work = self.costs(batch)
+        lengths, work, starts = self.costs(batch)
         chosen = range(len(batch)) if only is None else only
         parts = split_rows(
             [lengths[row] for row in chosen],
             self.size,
             max_tokens * self.sequence_ranks,
             work=[work[row] for row in chosen],
+            starts=starts if starts is None or only is None else starts.of(only),
         )
         if only is not None:
             parts = [[[chosen[row] for row in rows] for rows in rank] for rank in parts]
@@ -176,16 +182,16 @@ class WorkerGroup(Generic[W_co]):
             the rows that the rank reads. The metrics measure the overhead that is caused by splitting the mini-batches
             over the ranks.
         """
-        lengths, work = self.costs(batch)
+        lengths, work, starts = self.costs(batch)
         tokens = max_tokens * self.sequence_ranks
-        by_rank = split_minibatches(batch, lengths, minibatches, self.size, tokens, work=work)
+        by_rank = split_minibatches(batch, lengths, minibatches, self.size, tokens, work=work, starts=starts)
         read = [rows_read([rows for one in own for rows in one.microbatches], lengths) for own in by_rank]
         shares = shared.share(batch, columns, read, self.ranks[0].process)
         given = [
             (share, [replace(one, microbatches=renumbered(one.microbatches, rows)) for one in own])
             for share, own, rows in zip(shares, by_rank, read, strict=True)
         ]
-        return given, overhead_metrics(by_rank, lengths, work)
+        return given, overhead_metrics(by_rank, lengths, work, starts)
 
     def _split(self, parts: Sequence[R]) -> list[tuple[Role[W_co], R]]:
         """Pair each rank with the part of the batch that the rank processes.
@@ -198,16 +204,16 @@ class WorkerGroup(Generic[W_co]):
         """Wait for the results of all ranks, and return one result for each set of ranks that split the same packs."""
         return (await results(pending))[:: self.sequence_ranks]
 
-    def costs(self, batch: DataProto) -> tuple[list[int], list[int]]:
-        """Return each row's number of tokens in a pack, and the estimated amount of computation for each row."""
-        lengths = row_lengths(batch)
-        return lengths, self.work.of_rows(lengths, batch.lengths("responses").tolist())
+    def costs(self, batch: DataProto) -> tuple[list[int], list[int], SharedStarts | None]:
+        """Return each row's number of tokens in a pack, the estimated amount of computation, and what rows share.
 
-
-def row_lengths(batch: DataProto) -> list[int]:
-    """Return the number of tokens that each row contributes to a pack.
-
-    The last response token of a row is not in the pack, because the model predicts no token after the last response
-    token.
-    """
-    return (batch.lengths("prompts") + batch.lengths("responses").clamp(min=1) - 1).tolist()
+        The shared tokens are None if packs do not share tokens.
+        """
+        lengths = row_tokens(batch).tolist()
+        work = self.work.of_rows(lengths, batch.lengths("responses").tolist())
+        if not self.share_prefixes:
+            return lengths, work, None
+        starts = self.shared.starts(batch)
+        # The estimates are cached for the few different numbers of shared tokens of a batch.
+        saved = {tokens: self.work.of(tokens, 0) for tokens in set(starts.tokens)}
+        return lengths, work, replace(starts, work=[saved[tokens] for tokens in starts.tokens])

@@ -17,6 +17,7 @@ def model_facts(config: Config, *, on_gpu: bool) -> ModelFacts:
     from transformers import AutoModelForSequenceClassification
 
     from rltrain.algorithms.chunks import CHUNK_SIZES, OTHER_CHUNK_SIZE
+    from workers.models.capped_attention import SCORES
     from workers.models.lora import adapter_parameters
     from workers.sync.buckets import BUCKET_BYTES
     from workers.sync.sender import SLOTS
@@ -30,7 +31,10 @@ def model_facts(config: Config, *, on_gpu: bool) -> ModelFacts:
     return ModelFacts(
         shape=shape_of(config.model.path),
         limits=FixedSizes(
-            bucket_bytes=BUCKET_BYTES, buckets=SLOTS, chunk=OTHER_CHUNK_SIZE if on_gpu else CHUNK_SIZES["cpu"]
+            bucket_bytes=BUCKET_BYTES,
+            buckets=SLOTS,
+            chunk=OTHER_CHUNK_SIZE if on_gpu else CHUNK_SIZES["cpu"],
+            scores=SCORES,
         ),
         others=others,
         adapters=None if lora is None else adapter_parameters(config.model.path, lora),
@@ -69,6 +73,7 @@ def shape_of(path: str, kind: Any = None) -> ModelShape:
         gated=any("gate" in name for name in names),
         norms_heads=any(name.endswith("q_norm.weight") for name in names),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
+        capped=getattr(config, "attn_logit_softcapping", None) is not None or any("sinks" in name for name in names),
     )
 
 

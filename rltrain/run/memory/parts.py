@@ -29,6 +29,7 @@ class ModelShape:
         gated: whether the feed-forward part has a gate.
         norms_heads: whether queries and keys are normalised.
         tied: whether the output head and the input embedding share one weight matrix.
+        capped: whether the attention has soft caps or sinks.
     """
 
     parameters: int
@@ -44,6 +45,7 @@ class ModelShape:
     gated: bool = True
     norms_heads: bool = False
     tied: bool = False
+    capped: bool = False
 
     @property
     def head(self) -> int:
@@ -53,18 +55,20 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedSizes:
-    """Sizes of weight-sync buckets and logits chunks, which are constants in rltrain's code.
+    """Sizes of weight-sync buckets, logits chunks and attention scores, which are constants in rltrain's code.
 
     Attributes:
         bucket_bytes: size of a weight-sync bucket in bytes. If a tensor is larger than `bucket_bytes`, a bucket is as
             large as this tensor.
         buckets: number of weight-sync buckets in memory at a time.
         chunk: number of logits that the output head computes at a time.
+        scores: number of attention scores that are computed at a time in layers with soft caps or attention sinks.
     """
 
     bucket_bytes: int
     buckets: int
     chunk: int
+    scores: int = 0
 
 
 @dataclass(frozen=True)

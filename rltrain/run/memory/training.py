@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rltrain.batch.row_costs import KEYS
 from rltrain.run.memory.parts import (
     GRADIENT,
     LOG_PROBS,
@@ -35,6 +36,8 @@ CHUNKS = 3
 # the gradients plus a quarter of the activations. Without `keep_freed_memory`, training of a model with 24M parameters
 # left no unused memory between allocated blocks.
 HOLES_OF_GRADIENTS, HOLES_OF_ACTIVATIONS = 1.0, 0.25
+# Number of copies of attention scores, in float32, that exist at the same time in the backward pass.
+COPIES_OF_SCORES = 5
 # While the exported model is written, three copies of the model's largest tensor can exist: the bytes read from the
 # checkpoint, the chunk loaded from these bytes, and the whole tensor assembled from the chunks.
 EXPORT_COPIES = 3
@@ -213,6 +216,7 @@ class RankMemory:
         parts = [
             self.gathered(role),
             Part("activations", tokens * widths * self.compute, self.fewer(role)),
+            self.scores(role),
         ]
         return [*parts, self.chunk(role)] if role.has_head else parts
 
@@ -231,24 +235,32 @@ class RankMemory:
         activations = Part("activations", self.activations(role), self.fewer(role))
         chunk = [self.chunk(role)] if role.has_head else []
         holes = 0 if self.on_gpu else HOLES_OF_GRADIENTS * own.size + HOLES_OF_ACTIVATIONS * activations.size
-        both = [self.gathered(role), head, Part("freed memory that glibc keeps", holes)]
+        both = [self.gathered(role), head, Part("freed memory that glibc keeps", holes), self.scores(role)]
         begin = [*both, activations, *chunk, *([own] if self.passes(role) > 1 else [])]
         end = [*both, own, *([head] if shape.tied else []), *reduced]
         return self.largest([begin, end])
 
     def activations(self, role: RoleMemory) -> float:
         """Return the bytes of the activations that a forward pass keeps for the backward pass."""
-        layer, tokens = saved_bytes(role.shape, self.compute, kernel=self.on_gpu), self.tokens(role)
+        keys = self.keys_per_token
+        kernel = self.on_gpu and not role.shape.capped
+        layer, tokens = saved_bytes(role.shape, self.compute, kernel=kernel, keys=keys), self.tokens(role)
         of_head = role.shape.hidden * (3 * MASTER + self.compute)
         if not self.config.model.activation_checkpointing:
             return tokens * (role.shape.layers * layer + of_head)
         return tokens * (role.shape.layers * role.shape.hidden * self.compute + layer + of_head)
 
+    def scores(self, role: RoleMemory) -> Part:
+        """Return the peak memory of attention scores, which exist only in models with soft caps or attention sinks."""
+        rollout = self.config.rollout
+        of_head = (rollout.max_prompt_length + rollout.max_response_length) ** 2
+        most = max(of_head, self.limits.scores) if role.shape.capped else 0
+        return Part("attention scores", COPIES_OF_SCORES * most * MASTER)
+
     def chunk(self, role: RoleMemory) -> Part:
         """Return the peak memory of logits, which the output head computes in chunks of at most `limits.chunk`."""
-        rollout = self.config.rollout
-        share = rollout.max_response_length / (rollout.max_prompt_length + rollout.max_response_length)
-        logits = self.tokens(role) * share * role.shape.vocabulary
+        prompt, answers, _ = self._group()
+        logits = self.tokens(role) * answers / (prompt + answers) * role.shape.vocabulary
         return Part("logits of a chunk", CHUNKS * min(self.limits.chunk, logits) * MASTER)
 
     def tokens(self, role: RoleMemory) -> int:
@@ -262,9 +274,26 @@ class RankMemory:
     def row_tokens(self) -> int:
         """Return the number of tokens that one rank processes per mini-batch, if all rows have the maximum length."""
         config = self.config
-        rows = config.trainer.prompts_per_minibatch * config.rollout.samples_per_prompt
-        longest = config.rollout.max_prompt_length + config.rollout.max_response_length
-        return -(-rows * longest // config.placement.actor_ranks)
+        prompt, answers, rows = self._group()
+        ranks, groups = config.placement.actor_ranks, config.trainer.prompts_per_minibatch
+        if rows == 1:
+            return -(-groups * config.rollout.samples_per_prompt * (prompt + answers) // ranks)
+        # If the groups cannot be divided evenly over the ranks, the rows of a group are, and several ranks compute its
+        # prompt.
+        own = -(-groups * rows // ranks)
+        prompts = min(own, -(-groups // ranks) + (groups % ranks > 0))
+        return prompts * prompt + own * (answers // rows)
+
+    @property
+    def keys_per_token(self) -> int:
+        """Return the maximum number of keys that attention keeps for each token of a micro-batch."""
+        return KEYS if self._group()[2] > 1 else 1
+
+    def _group(self) -> tuple[int, int, int]:
+        """Return the tokens of a prompt, the tokens of all answers that share it in a pass, and their number."""
+        rollout = self.config.rollout
+        rows = rollout.samples_per_prompt if self.config.actor.share_prefixes else 1
+        return rollout.max_prompt_length, rows * rollout.max_response_length, rows
 
     def _section(self, role: RoleMemory) -> int:
         return (self.config.critic if role.name == "critic" else self.config.actor).max_tokens_per_microbatch
@@ -305,7 +334,7 @@ def _extra(role: RoleMemory) -> int:
     return role.trained * MASTER if 0 < role.trained < role.shape.parameters else 0
 
 
-def saved_bytes(shape: ModelShape, width: int, *, kernel: bool) -> int:
+def saved_bytes(shape: ModelShape, width: int, *, kernel: bool, keys: int = 1) -> int:
     """Return the bytes of the activations that one decoder layer keeps for each token until the backward pass.
 
     A norm keeps its input, the normalised input and its output. Until the backward pass, the attention keeps the
@@ -317,10 +346,11 @@ def saved_bytes(shape: ModelShape, width: int, *, kernel: bool) -> int:
         shape: sizes of the model.
         width: number of bytes of one element in the dtype of the matrix products.
         kernel: whether an attention kernel for packed rows computes the attention.
+        keys: number of keys and values that the attention keeps for each token.
     """
     norm = MASTER + 2 * width if width < MASTER else 3 * MASTER
     norms = 2 * shape.hidden * norm
     if shape.norms_heads:
         norms += (shape.queries + shape.keys) * (norm - width)
-    attention = (2 if kernel else 3) * shape.queries + 2 * shape.keys
+    attention = (2 if kernel else 3) * shape.queries + 2 * keys * shape.keys
     return norms + (attention + (4 if shape.gated else 2) * shape.feed_forward) * width

@@ -94,27 +94,19 @@ def test_positions_may_have_their_older_name(folder):
     )
 
 
-@pytest.mark.parametrize("model", [{"sliding_window": 31}, {"sliding_window": 31, "use_sliding_window": True}])
-def test_a_window_shorter_than_an_answer_is_refused(model):
-    message = refusal(check_limits, compose([])[0], model)
-    assert message.startswith("model.path=builtin: its sliding_window=31 is shorter than rollout.max_prompt_length + ")
+def test_chunks_of_attention_shorter_than_a_row_are_refused():
+    message = refusal(check_limits, compose([])[0], {"attention_chunk_size": 31})
+    assert message.startswith("model.path=builtin: its attention_chunk_size=31 is shorter than rollout.max_prompt_")
     assert message.endswith("lower their sum to at most 31, or use another model")
 
 
 @pytest.mark.parametrize(
     "model",
-    [{"sliding_window": 32}, {"sliding_window": None}, {"sliding_window": 1, "use_sliding_window": False}],
-)
-def test_a_window_that_is_long_enough_or_not_used_is_accepted(model):
-    check_limits(compose([])[0], model | {"attn_logit_softcapping": None})
-
-
-@pytest.mark.parametrize(
-    ("key", "what"), [("attn_logit_softcapping", "attention"), ("final_logit_softcapping", "logits")]
-)
-def test_capped_attention_and_capped_logits_are_refused(key, what):
-    message = refusal(check_limits, compose([])[0], {key: 50.0})
-    assert f"its {key}=50.0, but training does not cap {what}; use another model" in message
+    [{"attention_chunk_size": 32}, {"attention_chunk_size": None}, {"sliding_window": 1},
+     {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}],
+)  # fmt: skip
+def test_long_chunks_windows_and_soft_caps_are_accepted(model):
+    check_limits(compose([])[0], model)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ EVERY = tuple(declared_keys(Config))
 # A resumed run may not change a key that is missing in CHANGEABLE.
 CHANGEABLE = {
     "actor.max_tokens_per_microbatch",
+    "actor.share_prefixes",
     "algorithm.distillation.max_concurrent",
     "algorithm.distillation.retries",
     "algorithm.distillation.timeout_s",

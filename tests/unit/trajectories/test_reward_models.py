@@ -334,7 +334,7 @@ def test_a_reward_model_is_accepted_as_a_whole_and_refused_without_its_head(tmp_
     MistralForSequenceClassification(config).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("")
     check_reward_model(str(tmp_path), "key")
-    assert longest_row(tmp_path) == 16
+    assert longest_row(tmp_path) == 64
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["score.weight"]
     save_file(tensors, tmp_path / "model.safetensors")

@@ -27,8 +27,9 @@ SHAPE = ModelShape(
     vocabulary=10, tied=True,
 )  # fmt: skip
 LIMITS = FixedSizes(bucket_bytes=64 * MIB, buckets=2, chunk=1 << 21)
-# A batch of four rows, each with a prompt of two tokens and an answer of two tokens.
+# A batch of four rows, each with a prompt of two tokens and an answer of two tokens. Rows share no tokens.
 SMALL = (
+    "actor.share_prefixes=false",
     "rollout.max_prompt_length=2", "rollout.max_response_length=2", "rollout.samples_per_prompt=2",
     "trainer.prompts_per_step=2", "trainer.prompts_per_minibatch=2", "rollout=hf", "data.val=null",
 )  # fmt: skip
@@ -92,6 +93,27 @@ def test_a_rank_keeps_sixteen_bytes_a_parameter_while_it_updates():
         "logits of a chunk": 3 * 8 / 2 * 10 * 4,
         "freed memory that glibc keeps": 960 + 8 * (2 * 288 + 64) / 4,
     }
+
+
+def test_answers_that_share_a_prompt_read_up_to_two_keys_a_token():
+    made = rank("actor.share_prefixes=true", "actor.max_tokens_per_microbatch=6")
+    # Each of the two groups has 2 + 2 * 2 distinct tokens.
+    assert made.row_tokens() == 12
+    keys = 2 * 2 * 2 * 4 * 6  # keys and values of 2 numbers, in 2 layers, with 4 bytes each, for 6 more keys
+    parts = sizes(made.device("update"))
+    assert parts["activations"] == 6 * (2 * 288 + 64) + keys
+    assert parts["logits of a chunk"] == 3 * 4 * 10 * 4
+    # Each of four ranks has a row of its own, and computes the prompt for it.
+    assert rank("actor.share_prefixes=true", "placement.actor_ranks=4").row_tokens() == 4
+    # Three ranks have up to two rows, of up to two groups.
+    assert rank("actor.share_prefixes=true", "placement.actor_ranks=3").row_tokens() == 8
+
+
+def test_attention_scores_count_in_models_with_soft_caps_or_sinks():
+    assert "attention scores" not in sizes(rank().device("update"))
+    made = rank(shape=replace(SHAPE, capped=True))
+    # Rows have 4 tokens, so the scores of one head and row are more than the limit of the test, 0.
+    assert sizes(made.device("update"))["attention scores"] == 5 * 16 * 4
 
 
 def test_the_first_micro_batch_of_a_mini_batch_finds_no_gradients():

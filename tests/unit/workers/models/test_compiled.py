@@ -24,18 +24,26 @@ SIZES = {
 
 
 @torch.library.custom_op("rltrain_tests::attend", mutates_args=())
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, longest: int) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, most: int) -> torch.Tensor:
     """Fake attention kernel that is opaque to the compiler, as real kernels are."""
-    assert longest == int(offsets.diff().max())
-    return q + k + v
+    assert most == int(offsets.diff().max())
+    return q + k.sum(0) + v.sum(0)
 
 
-attend.register_fake(lambda q, k, v, offsets, longest: torch.empty_like(q))
-attend.register_autograd(lambda ctx, gradient: (gradient, gradient, gradient, None, None))
+def backward(ctx, gradient):
+    (keys,) = ctx.saved_tensors
+    return gradient, *[gradient.sum(0).expand_as(keys)] * 2, None, None
 
 
-def of_lengths(lengths):
-    batch = {"prompts": [[1]] * len(lengths), "responses": [[2] * length for length in lengths]}
+attend.register_fake(lambda q, k, v, offsets, most: torch.empty_like(q))
+attend.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]))
+
+
+def of_lengths(lengths, prompt=(1,)):
+    batch = {
+        "prompts": [prompt] * len(lengths),
+        "responses": [[8 + row] + [2] * (length - 1) for row, length in enumerate(lengths)],
+    }
     return pack(DataProto.from_dict({name: jagged(ids, torch.int64) for name, ids in batch.items()}))
 
 
@@ -58,26 +66,33 @@ def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing,
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     if kernel:
         monkeypatch.setattr(
-            "workers.models.packed_forward.kernel_for", lambda *_: lambda *arguments: attend(*arguments[:5])
+            "workers.models.packed_forward.kernel_for",
+            lambda *_: lambda q, k, v, bounds, *_: attend(q, k, v, bounds.query_offsets, bounds.most_queries),
         )
     model, plain = (AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), attn_implementation=PACKED) for _ in "12")
     model.load_state_dict(plain.state_dict())
-    counter, graphs = CompileCounter(), set()
+    counter, graphs = CompileCounter(), {True: set(), False: set()}
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     config = replace(compose([])[0].model, compile=True, activation_checkpointing=checkpointing)
     with torch._dynamo.config.patch(disable=False):
         for layer in model.model.layers:
             prepare(layer, config)
-        for count in range(2, 14):
-            packed = of_lengths([2**row + count for row in range(count // 2)] + [3] * count)
+        for count in range(4, 28):
+            shares = count % 4 > 1
+            lengths = [2 ** (row % 6) + count for row in range(count // 4)] + [3] * count
+            packed = of_lengths(lengths, (1, 2, 3, 4, 5) if shares else (1,))
+            before = counter.frame_count
+            assert (packed.layout.keys is not None) is shares
             found = gradients(model, packed)
-            assert ("attention_batches" in vars(packed.contexts)) is not kernel, "the kernel needs no batches"
-            graphs.add(counter.frame_count)
+            assert ("attention_batches" in vars(packed.layout)) is not kernel, "the kernel needs no batches"
+            if counter.frame_count > before:
+                graphs[shares].add(count)
             for gradient, wanted in zip(found, gradients(plain, packed), strict=True):
                 assert torch.allclose(gradient, wanted, atol=1e-5)
-    assert len(graphs) == 1, "a layer was compiled again"
-    (count,) = graphs
-    assert count == 1 or (count > 1 and not kernel), "with the kernel, a layer is one graph"
+    assert all(len(compiled) <= 2 for compiled in graphs.values()), "layers were compiled again"
+    assert counter.frame_count > 0
+    if kernel:
+        assert counter.frame_count <= 4, "with the kernel, a layer is one graph for each kind of pack"
 
 
 def test_attention_batches_are_made_once_for_all_layers_of_a_sharded_model():
@@ -88,5 +103,5 @@ def test_attention_batches_are_made_once_for_all_layers_of_a_sharded_model():
     packed = of_lengths([3, 4])
     cast = _apply_to_tensors(lambda tensor: tensor, {"packed": packed})["packed"]
     assert cast is not packed
-    assert cast.contexts is packed.contexts
-    assert packed.contexts.attention_batches is packed.contexts.attention_batches
+    assert cast.layout is packed.layout
+    assert packed.layout.attention_batches is packed.layout.attention_batches

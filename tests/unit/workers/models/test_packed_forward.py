@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.tasks.tiny_model import tiny_model
-from workers.models.packed_forward import PACKED, microbatch, pack, packed_attention, policy_output, row_pass, unpack
+from workers.models.packed_forward import PACKED, microbatch, pack, policy_output, row_pass, unpack
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -179,18 +179,9 @@ def test_unpack_puts_values_at_real_slots_and_is_differentiable():
 
 
 def test_rows_of_like_length_share_a_bucket_and_no_bucket_wastes_more_than_a_quarter():
-    batch = batch_of([[1]] * 9, [[2] * n for n in (40, 39, 31, 30, 12, 11, 10, 3, 1)])
-    for bucket in pack(batch).contexts.attention_batches:
+    batch = batch_of([[1]] * 9, [[n] * n for n in (40, 39, 31, 30, 12, 11, 10, 3, 1)])
+    for bucket in pack(batch).layout.attention_batches:
         assert float(bucket.real.float().mean()) >= 0.75
-
-
-@pytest.mark.parametrize("setting", [{"softcap": 30.0}, {"sliding_window": 4}, {"s_aux": torch.zeros(4)}])
-def test_attention_that_the_kernel_does_not_compute_is_refused(setting):
-    packed = pack(batch_of(PROMPTS, RESPONSES))
-    tokens = packed.input_ids.size(1)
-    query = torch.randn(1, 4, tokens, 8)
-    with pytest.raises(ValueError, match="not supported"):
-        packed_attention(torch.nn.Module(), query, query, query, None, packed=packed, **setting)
 
 
 def test_models_load_with_packed_attention(start):

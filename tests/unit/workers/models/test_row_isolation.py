@@ -10,13 +10,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    MistralConfig,
+    Qwen2MoeConfig,
 )
 
 from rltrain.base.errors import ConfigError
 from rltrain.settings.compose import compose
 from rltrain.tasks.tiny_model import tiny_model
 from workers.models.packed_forward import PACKED, policy_output
-from workers.models.row_isolation import check_rows_apart
+from workers.models.row_isolation import check_policy_rows_apart, check_rows_apart
 from workers.rollout.hf_engine import make as make_hf_engine
 from workers.training.actor import ActorWorker
 from workers.training.critic import CriticWorker
@@ -150,3 +152,25 @@ def test_no_role_starts_from_weights_that_lack_a_tensor(role, key, start, reward
         ConfigError, match=rf"^{key}{folder}: its weights lack {name}, so they do not match the Qwen2For"
     ):
         roles[role](compose(["rollout=hf"])[0], str(folder))
+
+
+def test_windows_that_a_model_applies_only_through_its_mask_are_refused(tmp_path):
+    """Qwen2-MoE does not pass its window to the attention function."""
+    config = Qwen2MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, max_position_embeddings=64, use_sliding_window=True, sliding_window=8,
+        max_window_layers=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"^key: Qwen2MoeForCausalLM applies its sliding window of 8 tokens only"):
+        check_policy_rows_apart(str(tmp_path), "key")
+
+
+def test_windows_that_reach_packed_attention_are_accepted(tmp_path):
+    config = MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, sliding_window=8,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    check_policy_rows_apart(str(tmp_path), "key")

@@ -19,32 +19,39 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
 }  # fmt: skip
 ROWS = [([5, 6, 7], [20, 21, 22, 23]), ([9], [30]), ([3, 4, 5, 6, 7, 8], []), ([11, 12], list(range(40, 51)))]
+GROUP = [([3, 4, 5, 6, 7, 8], [20, 21, 22]), ([3, 4, 5, 6, 7, 8], [30]), ([3, 4, 5, 6, 7, 8], list(range(40, 51)))]
 
 
-def slow(query, key, value, offsets, longest, scale):
-    """Compute causal attention row by row and head by head.
+def slow(query, key, value, cu_q, cu_k, max_q, max_k, scale, near=-1):
+    """Compute attention segment by segment and head by head. The last query of a segment attends to all its keys.
 
-    The function requires as many key heads as query heads.
+    The function requires as many key heads as query heads. `near` is the maximum number of keys before a query's own
+    key to which it attends, or -1.
     """
-    assert offsets.dtype == torch.int32, "kernels take 32-bit offsets"
-    bounds = offsets.tolist()
-    assert longest == max(end - begin for begin, end in itertools.pairwise(bounds))
-    assert bounds[-1] == len(query), "every token must be in a row"
+    assert cu_q.dtype == cu_k.dtype == torch.int32, "kernels take 32-bit offsets"
+    bounds, key_bounds = cu_q.tolist(), cu_k.tolist()
+    assert max_q == max(end - begin for begin, end in itertools.pairwise(bounds))
+    assert max_k == max(end - begin for begin, end in itertools.pairwise(key_bounds))
+    assert (bounds[-1], key_bounds[-1]) == (len(query), len(key)), "every token must be in a segment"
     rows = []
-    for begin, end in itertools.pairwise(bounds):
-        q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in (query, key, value))
-        past = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
+    for (begin, end), (first, last) in zip(itertools.pairwise(bounds), itertools.pairwise(key_bounds), strict=True):
+        q, k, v = (tensor.transpose(0, 1) for tensor in (query[begin:end], key[first:last], value[first:last]))
+        above = (last - first) - (end - begin)
+        past = torch.ones(end - begin, last - first, dtype=torch.bool).tril(above)
+        past = past if near < 0 else past.triu(above - near)
         weights = (q @ k.mT * (scale or q.size(-1) ** -0.5)).masked_fill(~past, -torch.inf).softmax(-1)
         rows.append((weights @ v).transpose(0, 1))
     return torch.cat(rows)
 
 
-def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, *, softmax_scale=None, causal=False):
+def flash_attn_varlen_func(
+    q, k, v, cu_q, cu_k, max_q, max_k, *, softmax_scale=None, causal=False, window_size=(-1, -1)
+):
     assert causal
-    assert cu_q is cu_k
-    assert max_q == max_k
+    assert window_size[1] == 0
     copies = q.size(1) // k.size(1)
-    return slow(q, k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1), cu_q, max_q, softmax_scale)
+    k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+    return slow(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale, window_size[0])
 
 
 def new_varlen_attn(
@@ -57,11 +64,9 @@ def new_varlen_attn(
 
 
 def old_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-    assert window_size == (-1, 0), "not causal"
-    assert cu_seq_q is cu_seq_k
-    assert max_q == max_k
+    assert window_size[1] == 0, "not causal"
     assert query.size(1) == key.size(1)
-    return slow(query, key, value, cu_seq_q, max_q, scale)
+    return slow(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size[0])
 
 
 KERNELS = {
@@ -80,18 +85,25 @@ def outputs(model, rows):
     return found, torch.autograd.grad((found * weights).sum(), list(model.parameters()))
 
 
-@pytest.mark.parametrize("config", [LlamaConfig, Qwen3Config])
+def windowed(**sizes):
+    return Qwen3Config(
+        **sizes, use_sliding_window=True, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+    )
+
+
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen3Config, windowed])
 @pytest.mark.parametrize("name", KERNELS)
 def test_B6_a_kernel_of_all_rows_gives_the_log_probs_and_gradients_of_the_buckets(name, config, monkeypatch):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(**SIZES)).double()
     model.set_attn_implementation(PACKED)
-    expected, wanted = outputs(model, ROWS)
+    rows = [*ROWS, *GROUP]
+    expected, wanted = outputs(model, rows)
     used = []
     monkeypatch.setattr(
         "workers.models.packed_forward.kernel_for", lambda query, value: used.append(query.shape) or KERNELS[name]
     )
-    got, grads = outputs(model, ROWS)
+    got, grads = outputs(model, rows)
     assert len(used) == SIZES["num_hidden_layers"]
     assert torch.allclose(got, expected, atol=1e-6)
     for grad, want in zip(grads, wanted, strict=True):

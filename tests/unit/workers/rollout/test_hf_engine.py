@@ -6,12 +6,14 @@ from collections import Counter
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rltrain.algorithms.draws import stream_draws
 from rltrain.base.errors import ConfigError, SyncError
 from rltrain.settings.compose import compose
 from rltrain.settings.schema import Config
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
+from tests.attention_families import FAMILIES
 from workers.rollout.hf_engine import HFEngine, distribution_filters, make, sample
 from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import Bucket, join
@@ -58,6 +60,28 @@ def test_E1_E3_log_probs_are_those_of_the_tempered_softmax_for_prompts_of_any_le
         expected = predicting.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         assert torch.allclose(torch.tensor(answer.log_probs), expected.detach(), atol=1e-4)
         assert answer.finish_reason == ("stop" if answer.token_ids[-1] == EOS_ID else "length")
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
+def test_E1_windows_caps_and_sinks_act_in_answers_of_any_length(family, start, tmp_path):
+    """The windows of 6 tokens are shorter than the prompts, and the rows of the batch have different lengths."""
+    tokenizer = char_tokenizer()
+    config = CONFIG_MAPPING[family](
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, pad_token_id=0, eos_token_id=EOS_ID,
+        initializer_range=0.5, dtype="float32", **FAMILIES[family],
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model, asked = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"), requests()
+    found = answers(engine(str(tmp_path)), asked)
+    for request in asked:
+        answer = found[request.key]
+        ids = torch.tensor([request.prompt_ids + answer.token_ids])
+        predicting = model(ids).logits[0].log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
+        expected = predicting.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(answer.log_probs), expected.detach(), atol=1e-4)
 
 
 def test_E8_answers_do_not_depend_on_what_shares_their_batch_and_seeds_decide_them(start):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.base import errors
+from rltrain.batch.contexts import row_tokens
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.batch.partial_batches import joined_rows
 from rltrain.batch.row_costs import RowWork
@@ -16,7 +17,7 @@ from workers.cluster.processes import LocalProcess, RayProcess, Role
 from workers.cluster.worker_process import Host
 from workers.training.dispatch import OVERHEAD_METRICS, UpdateResult
 from workers.training.shared_columns import FEW, SharedColumns
-from workers.training.worker_group import WorkerGroup, row_lengths
+from workers.training.worker_group import WorkerGroup
 
 FORWARD = ["prompts", "responses"]
 UPDATE = [*FORWARD, "response_mask"]
@@ -125,7 +126,7 @@ async def test_a_pass_over_all_rows_comes_back_in_order_from_any_number_of_ranks
         assert rows_of(part) == sorted(
             {row for rows in microbatches for row in rows_of(part[rows])} | set(() if all(microbatches) else (0,))
         )
-        sizes = [sum(row_lengths(part)[row] for row in rows) for rows in microbatches]
+        sizes = [int(row_tokens(part)[rows].sum()) for rows in microbatches]
         assert max(sizes) <= max_tokens
 
 
@@ -246,7 +247,10 @@ async def test_rows_go_to_ranks_by_the_work_of_the_groups_own_model():
     """
     lengths, square = [9, 5, 5, 5], RowWork(token=0, attention=((None, 2),))
     made = DataProto.from_dict(
-        {"prompts": jagged([[1] * n for n in lengths], torch.int64), "responses": jagged([[2]] * 4, torch.int64)}
+        {
+            "prompts": jagged([[row] * n for row, n in enumerate(lengths)], torch.int64),
+            "responses": jagged([[2]] * 4, torch.int64),
+        }
     )
     sizes = []
     for work in (None, square):
@@ -265,7 +269,7 @@ def test_the_last_response_token_takes_no_place_in_a_pack_and_an_empty_answer_co
     made = DataProto.from_dict(
         {"prompts": jagged([[1, 2, 3], [1, 2], [1]], torch.int64), "responses": jagged([[4, 5], [], [6]], torch.int64)}
     )
-    assert row_lengths(made) == [4, 2, 1]
+    assert row_tokens(made).tolist() == [4, 2, 1]
 
 
 async def test_a_rank_in_this_process_gets_values_as_they_are():

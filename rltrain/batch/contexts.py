@@ -1,0 +1,58 @@
+"""The contexts of a batch: the token sequences on which a model runs.
+
+A row consists of one or more contexts. Almost all rows have one context: the prompt, and all response tokens but the
+last one. The column `context_starts` marks the first token of the second and of each further context of a row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rltrain.batch.data_proto import DataProto
+from rltrain.batch.jagged import offsets_of, positions, ranges
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """The tokens of all contexts of B rows, one after another.
+
+    Attributes:
+        ids: (N,) int64 tokens of all C contexts. Each row's last response token is left out, because the model predicts
+            no token after the last response token.
+        lengths: (C,) number of tokens in each context.
+        prompts: (C,) number of prompt tokens at the start of each context. Only a row's first context has a prompt.
+        predicting: (R,) index into `ids` of the token before each of the R response tokens.
+        ends: (B,) index into `ids` of each row's last token.
+        first: (B,) number of each row's first context.
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    prompts: Tensor
+    predicting: Tensor
+    ends: Tensor
+    first: Tensor
+
+
+def row_tokens(batch: DataProto) -> Tensor:
+    """Return the number of tokens of each row (B,) on which a model runs: all but the last response token."""
+    return batch.lengths("prompts") + batch.lengths("responses").clamp(min=1) - 1
+
+
+def contexts_of(batch: DataProto) -> Contexts:
+    """Return the contexts of the rows of a batch. If a row has no response tokens, its context is the prompt."""
+    prompts, responses = batch.lengths("prompts"), batch.lengths("responses")
+    starts = offsets_of(row_tokens(batch))
+    ids = torch.empty(int(starts[-1]), dtype=torch.int64)
+    ids[ranges(starts[:-1], prompts)] = batch.values("prompts")
+    at = ranges(starts[:-1] + prompts, responses)
+    is_input = positions(responses) < (responses - 1).repeat_interleave(responses)
+    ids[at[is_input]] = batch.values("responses")[is_input]
+    ends, first = starts[1:] - 1, torch.arange(len(batch))
+    if "context_starts" not in batch:
+        return Contexts(ids, starts.diff(), prompts, at - 1, ends, first)
+    begins = at[is_input & batch.values("context_starts")]
+    all_starts, order = torch.cat([starts[:-1], begins, starts[-1:]]).sort(stable=True)
+    prompts = torch.cat([prompts, torch.zeros_like(begins)])[order[:-1]]
+    return Contexts(ids, all_starts.diff(), prompts, at - 1, ends, order.argsort()[: len(batch)])

@@ -1,0 +1,238 @@
+"""Prefix tree of token sequences, in which tokens at the start of several sequences occur once.
+
+The answers to a prompt all begin with the prompt's tokens, and each turn of a conversation begins with all tokens of
+the earlier turns. A causal language model computes the same hidden states for equal beginnings. The prefix tree is the
+basis for computing these hidden states only once (`workers.models.packed_forward`).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rltrain.batch.jagged import offsets_of, ranges
+
+# Minimum number of tokens for which a segment is worthwhile: of a prompt, and beyond a common prompt.
+SHORTEST_PROMPT, LEAST = 4, 16
+
+
+@dataclass(eq=False)
+class Segment:
+    """A run of tokens that the same sequences have in common.
+
+    Attributes:
+        first: index of the segment's first token in the concatenated sequences.
+        length: number of tokens.
+        depth: number of tokens in the segments above this segment.
+        parent: the segment that precedes this segment, or None if the segment starts its sequences.
+        prompt: length of the prompt of the sequence that brought the segment into the tree.
+        children: the segments that follow this segment.
+    """
+
+    first: int
+    length: int
+    depth: int
+    parent: "Segment | None"
+    prompt: int
+    children: "Siblings" = field(default_factory=lambda: Siblings())
+
+    @property
+    def end(self) -> int:
+        """Return the number of tokens from the start of a sequence to the end of the segment."""
+        return self.depth + self.length
+
+    def path(self) -> list["Segment"]:
+        """Return the segments from the start of a sequence to this segment."""
+        above: list[Segment] = []
+        segment: Segment | None = self
+        while segment is not None:
+            above.append(segment)
+            segment = segment.parent
+        return above[::-1]
+
+
+class Siblings:
+    """The segments that follow the same segment, in order of insertion.
+
+    A segment can be found by its key: the bytes of the least number of tokens that a sequence can share with it. If the
+    key is in use, the segment gets a number as its key, and cannot be found.
+    """
+
+    def __init__(self) -> None:
+        self._segments: dict[bytes | int, Segment] = {}
+        self._sizes: set[int] = set()  # the different lengths of keys in bytes
+
+    def add(self, key: bytes, segment: Segment) -> None:
+        """Append a segment."""
+        if key in self._segments:
+            self._segments[len(self._segments)] = segment
+        else:
+            self._segments[key] = segment
+            self._sizes.add(len(key))
+
+    def replace(self, key: bytes, segment: Segment) -> None:
+        """Put a segment in the place of the segment that has the given key."""
+        self._segments[key] = segment
+
+    def alike(self, tokens: bytes) -> Iterator[tuple[bytes, Segment]]:
+        """Yield the key and the segment of each key with which the bytes of a sequence's next tokens begin."""
+        for size in sorted(self._sizes):
+            segment = self._segments.get(tokens[:size])
+            if segment is not None:
+                yield tokens[:size], segment
+
+    def last_first(self) -> list[Segment]:
+        """Return the segments, the last one first."""
+        return list(self._segments.values())[::-1]
+
+
+class PrefixTree:
+    """The prefix tree of concatenated sequences.
+
+    A segment costs time, so sequences share a run of tokens only if it has at least `LEAST` tokens, or is the rest of
+    their prompt, or is a whole segment of the tree. A whole prompt is shared if it has at least `SHORTEST_PROMPT`
+    tokens. Which tokens a sequence shares can depend on the sequences that are in the tree already: with fewer
+    sequences, it shares up to `LEAST` - 1 tokens less.
+
+    Args:
+        ids: (N,) int64 tokens of all sequences.
+        lengths: (C,) number of tokens in each sequence.
+        prompts: (C,) number of prompt tokens at the start of each sequence.
+
+    Attributes:
+        leaves: for each sequence, the segment that contains its last token; None for a sequence without tokens.
+    """
+
+    def __init__(self, ids: np.ndarray, lengths: Sequence[int], prompts: Sequence[int]) -> None:
+        self._ids, self._roots = ids, Siblings()
+        self.leaves: list[Segment | None] = []
+        first = 0
+        for length, prompt in zip(lengths, prompts, strict=True):
+            self.leaves.append(self._insert(first, length, prompt))
+            first += length
+
+    def segments(self) -> Iterator[Segment]:
+        """Yield all segments, each after the segments above it and before the segments of other branches."""
+        waiting = self._roots.last_first()
+        while waiting:
+            segment = waiting.pop()
+            yield segment
+            waiting += segment.children.last_first()
+
+    def _insert(self, first: int, length: int, prompt: int) -> Segment | None:
+        """Insert the sequence of `length` tokens from `first` on, and return the segment that contains its end."""
+        parent, siblings, depth = None, self._roots, 0
+        while depth < length:
+            tokens = self._ids[first + depth : first + min(length, depth + LEAST)].tobytes()
+            candidates = [
+                (self._shared(segment, first + depth, length - depth, prompt - depth, depth), key, segment)
+                for key, segment in siblings.alike(tokens)
+            ]
+            shared, key, found = max(candidates, key=lambda candidate: candidate[0], default=(0, b"", None))
+            if found is None or not shared:
+                segment = Segment(first + depth, length - depth, depth, parent, prompt)
+                siblings.add(self._key(segment), segment)
+                return segment
+            if shared < found.length:
+                found = self._divided(found, shared)
+                siblings.replace(key, found)
+            parent, siblings, depth = found, found.children, found.end
+        return parent
+
+    def _key(self, segment: Segment) -> bytes:
+        """Return the key of a segment: the bytes of the least number of tokens that a sequence can share with it."""
+        rest = segment.prompt - segment.depth
+        size = min(LEAST, segment.length, rest) if rest > 0 else min(LEAST, segment.length)
+        return self._ids[segment.first : segment.first + size].tobytes()
+
+    def _shared(self, segment: Segment, first: int, length: int, prompt: int, depth: int) -> int:
+        """Return how many tokens of a segment a sequence shares, or 0 if sharing is not worthwhile.
+
+        Args:
+            segment: the segment with which the sequence may go on.
+            first: index of the sequence's first token that is not in the tree yet.
+            length: number of tokens of the sequence from there on.
+            prompt: how many of them belong to the prompt, 0 or less if none does.
+            depth: number of tokens of the sequence that are in the tree already.
+        """
+        most = min(segment.length, length)
+        same = self._ids[segment.first : segment.first + most] == self._ids[first : first + most]
+        equal = most if same.all() else int(same.argmin())
+        if depth + equal < SHORTEST_PROMPT:
+            return 0
+        if equal == most:
+            return equal
+        if 0 < prompt <= equal < prompt + LEAST and depth + prompt >= SHORTEST_PROMPT:
+            return prompt
+        return equal if equal >= LEAST else 0
+
+    def _divided(self, segment: Segment, tokens: int) -> Segment:
+        """Divide a segment after its first `tokens` tokens, and return the new segment of these tokens.
+
+        `segment` becomes the rest, so it is still the segment that contains the end of its sequences.
+        """
+        upper = Segment(segment.first, tokens, segment.depth, segment.parent, segment.prompt)
+        segment.first += tokens
+        segment.length -= tokens
+        segment.depth += tokens
+        segment.parent = upper
+        upper.children.add(self._key(segment), segment)
+        return upper
+
+
+@dataclass(frozen=True)
+class DistinctTokens:
+    """The tokens of concatenated sequences, the tokens that several sequences share only once.
+
+    The distinct tokens are in the order of the segments of the prefix tree. Sequences keep their order if none of them
+    shares tokens.
+
+    Attributes:
+        kept: (M,) index of each distinct token in the concatenated sequences.
+        places: (N,) for each token of the concatenated sequences, its index among the distinct tokens.
+        lengths: (S,) number of tokens in each segment.
+        depths: (S,) number of tokens in the segments above each segment.
+        keys: (K,) for each segment, one after another, the indices of its path: the tokens above the segment, and then
+            its own tokens. K is the sum of `depths` and `lengths`. None if no segment is above another segment.
+    """
+
+    kept: Tensor
+    places: Tensor
+    lengths: Tensor
+    depths: Tensor
+    keys: Tensor | None
+
+
+def distinct_tokens(ids: Tensor, lengths: Tensor, prompts: Tensor) -> DistinctTokens:
+    """Return the distinct tokens of the prefix tree of sequences.
+
+    Args:
+        ids: (N,) int64 tokens of all sequences, on the CPU.
+        lengths: (C,) number of tokens in each sequence.
+        prompts: (C,) number of prompt tokens at the start of each sequence.
+    """
+    tree = PrefixTree(ids.numpy(), lengths.tolist(), prompts.tolist())
+    segments = list(tree.segments())
+    own = _integers(segment.length for segment in segments)
+    starts = dict(zip(segments, offsets_of(own).tolist(), strict=False))
+    paths = {segment: segment.path() for segment in segments}
+
+    def tokens_of(ends: Sequence[Segment | None]) -> Tensor:
+        """Return the indices of the tokens on the paths to the given segments."""
+        parts = [part for end in ends if end is not None for part in paths[end]]
+        return ranges(_integers(starts[part] for part in parts), _integers(part.length for part in parts))
+
+    depths = _integers(segment.depth for segment in segments)
+    return DistinctTokens(
+        ranges(_integers(segment.first for segment in segments), own),
+        tokens_of(tree.leaves),
+        own,
+        depths,
+        tokens_of(segments) if bool(depths.any()) else None,
+    )
+
+
+def _integers(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)
