@@ -1,4 +1,4 @@
-"""Configs of tiny random models whose attention has sliding windows, soft caps or attention sinks, or with experts."""
+"""Settings of tiny random models of several families, some with sliding windows, soft caps, sinks or experts."""
 
 from typing import Any
 

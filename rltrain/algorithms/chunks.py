@@ -53,7 +53,7 @@ def logits(
 
 
 def cap_slope(capped: Tensor, temperature: float, softcap: float) -> Tensor:
-    """Return the derivative of the soft cap at each logit, given the results of `logits`."""
+    """Return the derivative (rows, columns) of the soft cap c at each logit z, given `capped` = c * tanh(z / c) / T."""
     return 1 - (capped * (temperature / softcap)).square_()
 
 

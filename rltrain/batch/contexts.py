@@ -24,7 +24,7 @@ class Contexts:
         prompts: (C,) number of prompt tokens at the start of each context. Only a row's first context has a prompt.
         predicting: (R,) index into `ids` of the token before each of the R response tokens.
         ends: (B,) index into `ids` of each row's last token.
-        first: (B,) number of each row's first context.
+        first: (B,) index, among the C contexts, of each row's first context.
     """
 
     ids: Tensor

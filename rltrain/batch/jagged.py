@@ -36,7 +36,7 @@ def positions(lengths: Tensor) -> Tensor:
 
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Return the concatenated ranges start, start + 1, ... of the given starts (B,) and lengths (B,)."""
+    """Concatenate the index ranges [start, start + length), given starts (B,) and lengths (B,), into one tensor."""
     return starts.repeat_interleave(lengths) + positions(lengths)
 
 

@@ -1,8 +1,8 @@
 """Prefix tree of token sequences, in which tokens at the start of several sequences occur once.
 
-The answers to a prompt all begin with the prompt's tokens, and each turn of a conversation begins with all tokens of
-the earlier turns. A causal language model computes the same hidden states for equal beginnings. The prefix tree is the
-basis for computing these hidden states only once (`workers.models.packed_forward`).
+The rows of a prompt group all begin with the prompt's tokens, and each turn of a conversation begins with all tokens
+of the earlier turns. A causal language model computes the same hidden states for equal beginnings. The prefix tree is
+the basis for computing these hidden states only once (`workers.models.packed_forward`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,13 +14,16 @@ from torch import Tensor
 
 from rltrain.batch.jagged import offsets_of, ranges
 
-# Minimum number of tokens for which a segment is worthwhile: of a prompt, and beyond a common prompt.
+# SHORTEST_PROMPT: minimum number of tokens of a shared prompt. LEAST: minimum number of tokens that sequences share
+# beyond a common prompt.
 SHORTEST_PROMPT, LEAST = 4, 16
 
 
 @dataclass(eq=False)
 class Segment:
-    """A run of tokens that the same sequences have in common.
+    """A node of the prefix tree: consecutive tokens that belong to one sequence, or to several that begin alike.
+
+    The segments above a segment are its ancestors in the tree.
 
     Attributes:
         first: index of the segment's first token in the concatenated sequences.
@@ -54,10 +57,10 @@ class Segment:
 
 
 class Siblings:
-    """The segments that follow the same segment, in order of insertion.
+    """The segments with the same parent, or the segments without a parent, in order of insertion.
 
-    A segment can be found by its key: the bytes of the least number of tokens that a sequence can share with it. If the
-    key is in use, the segment gets a number as its key, and cannot be found.
+    The key of a segment is the bytes of its first tokens, as many as a sequence must at least share with it. If two
+    siblings have the same key, the later one gets a number as its key, and no further sequence can share it.
     """
 
     def __init__(self) -> None:
@@ -77,24 +80,24 @@ class Siblings:
         self._segments[key] = segment
 
     def alike(self, tokens: bytes) -> Iterator[tuple[bytes, Segment]]:
-        """Yield the key and the segment of each key with which the bytes of a sequence's next tokens begin."""
+        """Yield each segment whose key is a prefix of `tokens` (bytes of a sequence's next tokens), after its key."""
         for size in sorted(self._sizes):
             segment = self._segments.get(tokens[:size])
             if segment is not None:
                 yield tokens[:size], segment
 
     def last_first(self) -> list[Segment]:
-        """Return the segments, the last one first."""
+        """Return the segments in reverse order of insertion."""
         return list(self._segments.values())[::-1]
 
 
 class PrefixTree:
     """The prefix tree of concatenated sequences.
 
-    A segment costs time, so sequences share a run of tokens only if it has at least `LEAST` tokens, or is the rest of
-    their prompt, or is a whole segment of the tree. A whole prompt is shared if it has at least `SHORTEST_PROMPT`
-    tokens. Which tokens a sequence shares can depend on the sequences that are in the tree already: with fewer
-    sequences, it shares up to `LEAST` - 1 tokens less.
+    Each segment adds cost to the attention. Sequences therefore share a run of tokens only if it has at least `LEAST`
+    tokens, is the rest of their prompt, is a whole segment of the tree, or is the whole rest of a sequence. A whole
+    prompt is shared if it has at least `SHORTEST_PROMPT` tokens. Which tokens a sequence shares can depend on the
+    sequences inserted before it. With fewer of them, a sequence shares up to `LEAST` - 1 tokens fewer.
 
     Args:
         ids: (N,) int64 tokens of all sequences.
@@ -114,7 +117,7 @@ class PrefixTree:
             first += length
 
     def segments(self) -> Iterator[Segment]:
-        """Yield all segments, each after the segments above it and before the segments of other branches."""
+        """Yield all segments in depth-first order, parents before children and siblings in order of insertion."""
         waiting = self._roots.last_first()
         while waiting:
             segment = waiting.pop()
@@ -142,7 +145,7 @@ class PrefixTree:
         return parent
 
     def _key(self, segment: Segment) -> bytes:
-        """Return the key of a segment: the bytes of the least number of tokens that a sequence can share with it."""
+        """Return the key of a segment: the bytes of as many first tokens as a sequence must at least share with it."""
         rest = segment.prompt - segment.depth
         size = min(LEAST, segment.length, rest) if rest > 0 else min(LEAST, segment.length)
         return self._ids[segment.first : segment.first + size].tobytes()
@@ -184,7 +187,7 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class DistinctTokens:
-    """The tokens of concatenated sequences, the tokens that several sequences share only once.
+    """The distinct tokens of concatenated sequences. A token that several sequences share occurs once.
 
     The distinct tokens are in the order of the segments of the prefix tree. Sequences keep their order if none of them
     shares tokens.

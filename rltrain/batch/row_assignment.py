@@ -157,8 +157,9 @@ def assign_minibatch(
         max_tokens: maximum number of distinct tokens in one micro-batch.
         work: cost of each row of the batch, in any unit. If `work` is None, the cost of a row is its number of tokens.
         starts: the tokens that rows share at their starts, and their cost. A micro-batch computes such tokens once.
-            Rows that share tokens are in the same micro-batch, unless the work would be too uneven then, or attention
-            would read more than `KEYS` times `max_tokens` keys. If `starts` is None, rows share no tokens.
+            Rows that share tokens are in the same micro-batch, except where it would exceed `max_tokens` distinct
+            tokens, attention would read more than `KEYS` times `max_tokens` keys, or ranks would have uneven work. If
+            `starts` is None, rows share no tokens.
 
     Raises:
         ValueError: a row has more than `max_tokens` tokens.
@@ -208,18 +209,18 @@ def _cut(
     return found
 
 
-# The groups of rows that share tokens are divided until no rank has more than EVEN times the mean work of a rank.
+# Groups of rows that share tokens are divided further while a rank has more than EVEN times the mean work of the ranks.
 EVEN = 1.05
 
 
 def _divided(
     rows: RowIndices, ranks: int, lengths: Sequence[int], work: Sequence[int], starts: SharedStarts
 ) -> list[RowIndices]:
-    """Distribute rows over the ranks so that rows that share tokens are on the same rank, as far as work is even.
+    """Distribute rows over the ranks. Rows that share tokens go to the same rank, unless the work would be too uneven.
 
-    At first, all rows that share tokens stay together. If the busiest rank has much more work than the mean, the rows
-    are divided into two pieces, four, and so on. The result is the distribution with the least work on the busiest
-    rank.
+    At first, all rows that share tokens stay together. If the busiest rank has more than `EVEN` times the mean work,
+    each group of rows is divided into two pieces, then four, and so on. The result is the distribution, among those
+    tried, with the least work on the busiest rank.
     """
     families = _families(rows, starts)
     best, least, pieces = list[RowIndices](), 0, 1
@@ -238,7 +239,7 @@ def _divided(
 
 
 def _families(rows: RowIndices, starts: SharedStarts) -> list[RowIndices]:
-    """Divide rows into lists of neighbours that share tokens."""
+    """Divide rows into families: in the order of `starts`, each row of a family shares tokens with the row before."""
     families: list[RowIndices] = []
     for row, shared, _ in starts.ordered(rows):
         if shared:

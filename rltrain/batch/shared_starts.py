@@ -17,10 +17,10 @@ from rltrain.batch.row_costs import KEYS
 
 @dataclass(frozen=True)
 class SharedStarts:
-    """The tokens that rows of the same prompt group share at their starts.
+    """The numbers of tokens that rows of the same prompt group share at their starts.
 
-    The rows are in an order in which rows that begin alike are neighbours. The number of tokens that two rows share is
-    the smallest entry of `tokens` from the row after the first of them to the second of them.
+    In the order of the rows, rows that begin alike are neighbours. Rows at the places i < j share
+    min(tokens[i + 1 : j + 1]) tokens.
 
     Attributes:
         place: (B,) place of each row in the order.
@@ -34,7 +34,7 @@ class SharedStarts:
     work: Sequence[int]
 
     def ordered(self, rows: Iterable[int]) -> list[tuple[int, int, int]]:
-        """Return some rows in order, each with the tokens that it shares with the row before, and their cost."""
+        """Return (row, number of tokens shared with the row before, cost of these tokens) for some rows, in order."""
         found: list[tuple[int, int, int]] = []
         before = 0
         for place, row in sorted((self.place[row], row) for row in rows):
@@ -66,7 +66,7 @@ class SharedStarts:
         return Total(tokens, max(tokens, -(-keys // KEYS)), cost)
 
     def of(self, rows: Sequence[int]) -> "SharedStarts":
-        """Return the shared tokens of some rows, which are numbered in the order of `rows`."""
+        """Return the shared tokens of the batch that consists of `rows`, renumbered from 0 in the order of `rows`."""
         ordered, number = self.ordered(rows), {row: index for index, row in enumerate(rows)}
         place = [0] * len(rows)
         for index, (row, _, _) in enumerate(ordered):
@@ -78,7 +78,7 @@ class Total(NamedTuple):
     """Size and cost of rows that are computed together.
 
     Attributes:
-        tokens: number of distinct tokens.
+        tokens: upper bound of the number of distinct tokens, because not all shared tokens are counted.
         size: number of tokens that count for the limit of a micro-batch: the distinct tokens, or the number of keys
             divided by `KEYS`, whichever is larger.
         cost: cost of computing the rows.
@@ -97,9 +97,9 @@ def no_shared_starts(rows: int) -> SharedStarts:
 def shared_starts(batch: DataProto) -> SharedStarts:
     """Return the tokens that the rows of a batch share at their starts, within each prompt group.
 
-    The cost of a token is 1. Only the first context of a row counts. The rows of a batch without the column `uid` form
-    one group. In a group whose rows all have the same prompt, only the prompt counts, because answers rarely begin with
-    the same tokens, and comparing prompts is faster than building a prefix tree.
+    In the result, `work` equals `tokens`. Only the first context of a row counts. The rows of a batch without the
+    column `uid` form one group. In a group whose rows all have the same prompt, only the prompt counts, because answers
+    rarely begin with the same tokens, and comparing prompts is faster than building a prefix tree.
     """
     uids = batch.batch["uid"] if "uid" in batch else torch.zeros(len(batch), dtype=torch.int64)
     order = uids.argsort(stable=True)
@@ -130,7 +130,7 @@ def _same_prompts(batch: DataProto, rows: Tensor, others: Tensor) -> Tensor:
 def _in_tree(batch: DataProto, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows in the order of their prefix tree, and the number of tokens that each shares with the row before.
 
-    Without some of the rows, the other rows could share up to `LEAST` - 1 tokens less, so these do not count.
+    Each number is `LEAST` - 1 below the tree's, because rows can share that many tokens fewer if other rows are absent.
     """
     contexts = contexts_of(batch[rows])
     tree = PrefixTree(contexts.ids.numpy(), contexts.lengths.tolist(), contexts.prompts.tolist())

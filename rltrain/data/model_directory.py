@@ -13,7 +13,7 @@ from rltrain.settings.typed import require
 # Keys of a model's config that may hold the maximum number of positions.
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _LAYERS = ("layer_types", "layers_block_type")  # Keys of a model's config that may hold the layers' types.
-_CHUNK = "attention_chunk_size"  # Key for the size of chunks, to whose tokens attention is limited.
+_CHUNK = "attention_chunk_size"  # Key for the number of tokens in a chunk; no token attends beyond its own chunk.
 # Names of the layer types with attention.
 _ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")

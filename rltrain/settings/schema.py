@@ -299,7 +299,7 @@ class OptimizerConfig:
     max_tokens_per_microbatch: int = key(
         "Maximum number of prompt and response tokens in one forward pass. max_tokens_per_microbatch limits memory "
         "use and does not change results. If actor.share_prefixes is true, tokens that several rows share count once, "
-        "but the attention of a forward pass never reads more than twice as many keys.",
+        "and attention reads about twice as many keys at most.",
         at_least=1,
         changeable=True,
     )
@@ -307,12 +307,12 @@ class OptimizerConfig:
 
 @section
 class ActorConfig(OptimizerConfig):
-    """Settings of the actor: optimizer, and the packs of all roles."""
+    """Settings of the actor's optimizer, and of the sharing of common tokens in all roles."""
 
     share_prefixes: bool = key(
-        "Compute tokens at the start of several rows of a micro-batch only once, such as the prompt of several answers "
-        "or the earlier turns of a conversation. share_prefixes applies to every model on the training ranks, and does "
-        "not change results.",
+        "Compute tokens with which several rows of a micro-batch begin, such as the prompt of a group or the earlier "
+        "turns of a conversation, only once. share_prefixes applies to every model on the training ranks, and changes "
+        "results only by rounding.",
         changeable=True,
     )
 
@@ -878,7 +878,7 @@ class Config:
     reward: RewardConfig = key("How answers are scored.")
     rollout: RolloutConfig = key("Generation of the answers.")
     actor: ActorConfig = key(
-        "Optimizer of the actor, AdamW and its learning-rate schedule, and the packs of all roles."
+        "Optimizer of the actor (AdamW and its learning-rate schedule), and sharing of common tokens in all roles."
     )
     critic: CriticConfig = key(
         "Optimizer of the critic, which exists only if the advantage estimator uses the critic's values."

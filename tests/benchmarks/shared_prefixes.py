@@ -1,9 +1,9 @@
 """Compares packs in which shared tokens occur once with packs in which every row has its own tokens.
 
-The passes are the trainer's own: a pass for log-probs without gradients, and the forward and backward pass of an
-update. The model has the sizes of SmolLM2-135M with random weights. Times are medians of CPU seconds with one thread,
-and the two kinds of packs are measured in turn. Before any measurement, the benchmark checks that both kinds of packs
-give the same gradients.
+The measured passes are those of an update (forward and backward) and of log-probs (forward only), of the whole model or
+of its layers alone. The model has the sizes of SmolLM2-135M with random weights. Times are medians of CPU seconds with
+one thread, and the two kinds of packs are measured in turn. Before a model is measured, the benchmark checks that both
+kinds of packs give the same gradients.
 """
 
 import os
@@ -26,7 +26,7 @@ SMOLLM2 = {
     "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
-LAYERS = 6  # Number of layers in the measurements in which only the layers' share of the time matters.
+LAYERS = 6  # Number of layers of the model, except in the measurements of the whole model.
 GROUP, TURNS, TURN, ROUNDS = 8, 10, 64, 5
 
 
@@ -46,7 +46,7 @@ def group(prompt: int, answer: int) -> DataProto:
 
 
 def turns() -> DataProto:
-    """Return a conversation with a row for each turn, whose prompt is the whole conversation before the turn."""
+    """Return a conversation with one row for each turn. A row's prompt is everything before the turn's answer."""
     ids = random_ids(TURNS * TURN, seed=2)
     ends = range(TURN, TURNS * TURN + 1, TURN)
     return batch_of([ids[: end - TURN // 2] for end in ends], [ids[end - TURN // 2 : end] for end in ends])

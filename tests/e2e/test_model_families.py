@@ -1,4 +1,4 @@
-"""Runs with tiny random models of several families: they train, sync with proofs, and go on after a checkpoint."""
+"""Runs with tiny random models of several families: training, verified weight syncs, and resuming from a checkpoint."""
 
 import json
 

@@ -59,7 +59,7 @@ def forget_peak() -> None:
 
 
 def rows_of(config: Config, count: int, words: int) -> DataProto:
-    """Return `count` answers of random token ids to groups of the config's size, all of the config's maximum length."""
+    """Return `count` rows in groups of the config's size, with random tokens and the config's maximum lengths."""
     generator = torch.Generator().manual_seed(0)
 
     def ids(length: int) -> list[list[int]]:

@@ -1,8 +1,8 @@
-"""Attention within the segments of a pack, for devices and dtypes without an attention kernel.
+"""Attention within the segments of a pack, where no attention kernel is usable.
 
-A pack consists of segments, which are concatenated without padding. A token attends to the earlier tokens of its own
-segment and to all tokens of the segments above. Segments of similar length form an attention batch, which is padded on
-the right. One sdpa call computes the attention of an attention batch.
+A pack is the segments of a prefix tree, concatenated without padding. A token attends to itself, to the earlier tokens
+of its segment, and to all tokens of the segments above it in the tree. Segments of similar length form an attention
+batch, which is padded on the right. One call of sdpa, or of `capped_attention`, computes an attention batch.
 """
 
 import functools
@@ -24,14 +24,14 @@ SHORT = 16
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Segments whose attention is computed in one sdpa call.
+    """Segments whose attention is computed at a time.
 
     Attributes:
         queries: (segments, L) position of each token in the pack, where L is the length of the longest segment in the
             attention batch.
         real: (segments, L) bool, False for entries of `queries` that are padding.
         keys: (segments, K) position in the pack of the tokens above each segment and then of its own tokens, padded on
-            the right. Segments without tokens above have their own tokens alone, so `keys` is `queries`.
+            the right. If no tokens are above the segments, `keys` is the same tensor as `queries`.
         depths: (segments,) number of tokens above each segment.
     """
 
@@ -46,7 +46,7 @@ class AttentionBatch:
         return self.keys is self.queries
 
     def bias(self, dtype: torch.dtype, window: int | None) -> Tensor:
-        """Return what is added to the scores (segments, 1, L, K): 0, or minus infinity if a token ignores a key.
+        """Return the bias to add to the scores (segments, 1, L, K): minus infinity at keys that a token must ignore.
 
         Args:
             dtype: dtype of the scores.
@@ -104,7 +104,7 @@ class SegmentLayout:
 
     @functools.cached_property
     def attention_batches(self) -> tuple[AttentionBatch, ...]:
-        """Return the attention batches: groups of segments of similar length, with one sdpa call for each group.
+        """Return the attention batches: groups of segments of similar length, which are computed at a time.
 
         The attention batches are computed on first access, because they are needed only if no attention kernel is
         usable.
@@ -125,7 +125,7 @@ class SegmentLayout:
     def bias(self, number: int, dtype: torch.dtype, window: int | None) -> Tensor:
         """Return `AttentionBatch.bias` of the attention batch with the given number.
 
-        All layers use the same tensor, because each layer keeps it until the backward pass.
+        The bias is cached, so that all layers, which keep it until the backward pass, share one tensor.
         """
         key = number, dtype, window
         if key not in self._biases:
@@ -187,7 +187,7 @@ def attention_in_batches(
         v: (N, K, D) values.
         layout: the segments of the pack.
         scaling: factor of the scores, or None for D ** -0.5.
-        dropout: probability with which an attention weight is dropped. Soft caps and sinks do not support dropout.
+        dropout: probability with which an attention weight is dropped; ignored with a soft cap or sinks.
         window: maximum number of keys to which a token attends, including its own key; None for no maximum.
         softcap: soft cap of the scores, or None.
         sinks: (H,) score of each head's attention sink, or None.

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# Maximum number of scores that are in memory at a time, as far as the scores of one head and one row are fewer.
+# Maximum number of scores that are computed at a time. A part is never smaller than the scores of one row and one key
+# head with all its query heads.
 SCORES = 2**25
 
 
@@ -24,14 +25,14 @@ def capped_attention(
 ) -> Tensor:
     """Return attention outputs (B, H, n, D). The scores are computed in at least float32.
 
-    The scores are computed in parts of at most `SCORES` scores. They are not kept for the backward pass, which computes
-    them again.
+    Each part of the computation has at most `SCORES` scores, but at least those of one key head in one row. Scores are
+    not kept for the backward pass, which computes them again.
 
     Args:
         query: (B, H, n, D) queries.
         key: (B, K, m, D) keys; the number K of key heads divides the number H of query heads.
         value: (B, K, m, D) values.
-        bias: (B, 1, n, m) what is added to the scores: 0, or minus infinity for keys to which a query does not attend.
+        bias: (B, 1, n, m) bias of the scores: 0, or minus infinity at keys that a query must ignore.
         scale: factor of the scores.
         softcap: cap of the scores, or None.
         sinks: (H,) score of each head's sink, or None.

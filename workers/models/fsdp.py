@@ -110,9 +110,9 @@ def forward_only(model: nn.Module) -> Iterator[None]:
         model.reshard()
 
 
-# Maximum number of graphs of the code of a layer: layers with and without a window, packs with and without shared
-# tokens, and passes with and without gradients, each at first with fixed and then with variable sizes. Beyond the
-# limit, torch.compile would silently run layers uncompiled.
+# Limit for the compiled graphs of a layer's code. Windows, shared tokens and gradients each double the number of
+# graphs, and changed sizes can add further ones. Beyond the limit, torch.compile runs layers uncompiled, with only a
+# warning.
 GRAPHS = 32
 
 

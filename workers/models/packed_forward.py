@@ -1,14 +1,15 @@
 """Packed forward passes: log-probs, entropies and values of response tokens, without padding in any linear layer.
 
 A row of the batch consists of one or more contexts, and a token sees only the earlier tokens of its own context. Almost
-all rows have one context, but an agent program can start new contexts within a row. A pack is one sequence with all
-tokens of all contexts. Contexts that begin with the same tokens, such as the answers to a prompt, share these tokens in
+all rows have one context, but an agent program can start new contexts within a row. A pack is one sequence with the
+tokens of all contexts. Contexts that begin with the same tokens, such as those of a prompt group, share these tokens in
 the pack: each distinct token of the prefix tree (`rltrain.batch.prefix_tree`) is in the pack once. The pack consists of
 the segments of the prefix tree, and a token attends to the earlier tokens of its segment and to the segments above.
 
 An attention function for packs is registered in transformers under the name `PACKED`. On GPUs and with 16-bit dtypes,
-one call of an attention kernel computes the attention of all segments (`workers.models.varlen_attention`), otherwise
-`workers.models.attention_batches` does. All layers other than attention process the pack's N tokens without padding.
+one call of an attention kernel (`workers.models.varlen_attention`) computes the attention of all segments. Without a
+usable kernel, or with soft caps, sinks or dropout, `workers.models.attention_batches` computes it. All layers other
+than attention process the pack's N tokens without padding.
 """
 
 from collections.abc import Callable
@@ -49,7 +50,7 @@ PACKED_COLUMNS = ("responses", "context_starts", "ref_hidden", "teacher_hidden")
 
 @dataclass(frozen=True)
 class Pack:
-    """Rows whose tokens are in one sequence, the tokens that several contexts share only once.
+    """Rows that are concatenated into one sequence. A token that several contexts share is in the sequence once.
 
     Attributes:
         input_ids: (1, N) prompt and response ids. Each row's last response token is left out, because the model
@@ -139,8 +140,8 @@ def packed_attention(
     The shape of `query` is (1, H, N, D), with H heads of width D for N tokens. The shape of `key` and `value` is
     (1, K, N, D), where the number K of key heads divides the number H of query heads. The shape of the attention
     output is (1, N, H, D). A token of a layer with a sliding window attends to at most `sliding_window` tokens,
-    including itself. `softcap` and `s_aux`, the scores of the attention sinks, are explained in
-    `workers.models.capped_attention`.
+    including itself. `softcap` is the soft cap of the scores or None, and `s_aux` (H,) are the scores of the attention
+    sinks or None (`workers.models.capped_attention`).
     """
     assert attention_mask is None, "a packed forward pass must not be given an attention mask"
     if packed.sequence is not None:

@@ -86,8 +86,8 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
         where: start of error messages, such as `model.path=PATH`.
 
     Raises:
-        ConfigError: rows in the same pack influence each other, or a forward pass failed. The message of the
-            ConfigError names the model's architecture.
+        ConfigError: rows in the same pack influence each other, a layer's sliding window does not reach packed
+            attention, or a forward pass failed. The message of the ConfigError names the model's architecture.
     """
     check_windows(model, run, where)
     # In a mixture-of-experts model, rounding can change which of two experts with almost equal scores is chosen. To
@@ -119,7 +119,8 @@ def check_windows(model: PreTrainedModel, run: Callable[[Pack], Any], where: str
     config = model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     windows = {one for one in attention_windows(config.to_dict(), config.num_hidden_layers) if one is not None}
-    windows = {one for one in windows if longest is None or one < longest}
+    chunk = getattr(config, "attention_chunk_size", None)  # `check_limits` checks chunks.
+    windows = {one for one in windows if one != chunk and (longest is None or one < longest)}
     if not windows:
         return
     embeddings = model.get_input_embeddings()
@@ -137,8 +138,8 @@ def check_windows(model: PreTrainedModel, run: Callable[[Pack], Any], where: str
     found = {vars(module).pop("recorded_window", None) for module in model.modules()}
     if windows - found:
         raise ConfigError(
-            f"{where}: {type(model).__name__} applies its sliding window of {min(windows - found)} tokens only through "
-            "an attention mask, which training over packed rows does not use; use a model of another architecture"
+            f"{where}: {type(model).__name__} does not pass its sliding window of {min(windows - found)} tokens to the "
+            "attention function, so training over packed rows would ignore it; use a model of another architecture"
         )
 
 

@@ -131,7 +131,8 @@ def gather(values: Tensor, whole: "Pack", sequence: Sequence) -> Tensor:
     counts = torch.bincount(owners, minlength=sequence.size).tolist()
     assert counts[sequence.rank] == len(values), "`values` must have one value for each response token in the slice"
     gathered: Tensor = _Gather.apply(values, counts, sequence)  # type: ignore[no-untyped-call]
-    # The response tokens of a slice are in order, but the slices alternate where contexts share tokens.
+    # The values arrive slice by slice. If contexts share tokens, neighbouring response tokens can be predicted in
+    # different slices, so the values are put back in the order of the response tokens.
     return gathered[owners.argsort(stable=True).argsort()]
 
 

@@ -23,8 +23,8 @@ WIDEST, STEP = 256, 8  # the kernels need a head width that is a multiple of STE
 class Bounds:
     """Where the segments of a pack begin and end.
 
-    A segment has `n` queries and `m >= n` keys. The last query attends to all `m` keys, and each earlier query to one
-    key less.
+    A segment has `n` queries and `m >= n` keys. Query i = 0, ..., n - 1 attends to the first m - n + 1 + i keys, if
+    there is no sliding window.
 
     Attributes:
         query_offsets: (S + 1,) int32, the position of each segment's first query, and the number of queries.

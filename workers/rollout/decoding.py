@@ -28,8 +28,8 @@ def grouped_attention(
     If each row has one query (Q = 1), the query heads that share a key head are treated as several queries of one head,
     and no causal mask is needed.
 
-    Soft caps and attention sinks, which `sdpa` ignores, are supported. So are sliding windows in a decoding step, for
-    which `attention_mask` needs no windows.
+    Soft caps and attention sinks, which `sdpa` ignores, are supported. In a decoding step (Q = 1), sliding windows are
+    applied by cutting off keys, so `attention_mask` need not contain them.
 
     Shapes: query (B, H, Q, D), key and value (B, K, W, D), where K divides H. The returned attention output has the
         shape (B, Q, H, D).
@@ -56,10 +56,11 @@ def grouped_attention(
 
 
 def _bias(mask: Tensor | None, queries: int, keys: int, like: Tensor) -> Tensor:
-    """Return what is added to attention scores (B, 1, Q, W): 0, or a very low number if a query ignores a key.
+    """Return the bias to add to attention scores (B, 1, Q, W): a very low number at keys that a query must ignore.
 
     Args:
-        mask: (B, 1, Q, W), True or 0 where a query attends to a key; None for causal attention of the last tokens.
+        mask: (B, 1, Q, W), True or 0 where a query attends to a key. None: attention is causal, and the queries are
+            the last Q of the W tokens.
         queries: number Q of queries.
         keys: number W of keys.
         like: tensor with the dtype and device of the result.

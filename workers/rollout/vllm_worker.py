@@ -169,7 +169,7 @@ def output_heads(model: nn.Module) -> dict[str, Any]:
     """Return the modules that compute logits, by their checkpoint names.
 
     vLLM's implementations of some models, such as Gemma 2, have no output head of their own, and compute logits with
-    the embedding. Checkpoints name the weight of such a head `lm_head.weight`.
+    the embedding. A weight sync names the weight of such a head `lm_head.weight`.
     """
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
     heads = {name: module for name, module in modules.items() if isinstance(module, ParallelLMHead)}

@@ -205,9 +205,9 @@ class WorkerGroup(Generic[W_co]):
         return (await results(pending))[:: self.sequence_ranks]
 
     def costs(self, batch: DataProto) -> tuple[list[int], list[int], SharedStarts | None]:
-        """Return each row's number of tokens in a pack, the estimated amount of computation, and what rows share.
+        """Return each row's number of tokens in a pack, each row's estimated computation, and the rows' shared tokens.
 
-        The shared tokens are None if packs do not share tokens.
+        The shared tokens are None if `share_prefixes` is False.
         """
         lengths = row_tokens(batch).tolist()
         work = self.work.of_rows(lengths, batch.lengths("responses").tolist())

@@ -251,10 +251,11 @@ class RankMemory:
         return tokens * (role.shape.layers * role.shape.hidden * self.compute + layer + of_head)
 
     def scores(self, role: RoleMemory) -> Part:
-        """Return the peak memory of attention scores, which exist only in models with soft caps or attention sinks."""
+        """Return the peak memory of materialised attention scores: only models with soft caps or sinks have them."""
         rollout = self.config.rollout
         of_head = (rollout.max_prompt_length + rollout.max_response_length) ** 2
-        most = max(of_head, self.limits.scores) if role.shape.capped else 0
+        of_key_head = of_head * role.shape.queries // role.shape.keys
+        most = max(of_key_head, self.limits.scores) if role.shape.capped else 0
         return Part("attention scores", COPIES_OF_SCORES * most * MASTER)
 
     def chunk(self, role: RoleMemory) -> Part:
@@ -278,8 +279,8 @@ class RankMemory:
         ranks, groups = config.placement.actor_ranks, config.trainer.prompts_per_minibatch
         if rows == 1:
             return -(-groups * config.rollout.samples_per_prompt * (prompt + answers) // ranks)
-        # If the groups cannot be divided evenly over the ranks, the rows of a group are, and several ranks compute its
-        # prompt.
+        # If the ranks cannot get equal numbers of groups, a group's rows are divided over several ranks, and each of
+        # these ranks computes the group's prompt.
         own = -(-groups * rows // ranks)
         prompts = min(own, -(-groups // ranks) + (groups % ranks > 0))
         return prompts * prompt + own * (answers // rows)
@@ -290,7 +291,7 @@ class RankMemory:
         return KEYS if self._group()[2] > 1 else 1
 
     def _group(self) -> tuple[int, int, int]:
-        """Return the tokens of a prompt, the tokens of all answers that share it in a pass, and their number."""
+        """Return the tokens of a prompt, the tokens of all answers that share it, and the number of these answers."""
         rollout = self.config.rollout
         rows = rollout.samples_per_prompt if self.config.actor.share_prefixes else 1
         return rollout.max_prompt_length, rows * rollout.max_response_length, rows

@@ -228,3 +228,24 @@ def test_positions_or_vocabularies_that_differ_are_refused():
         full_kl(hidden, head, ref_hidden[:1], ref_head)
     with pytest.raises(ValueError, match="N=7, V=11 of the policy and N=7, V=1 of the reference must agree"):
         full_kl(hidden, head, ref_hidden, ref_head[:1])
+
+
+@pytest.mark.parametrize("chunk_size", [None, 40])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_soft_cap_acts_on_both_models_before_the_temperature(chunk_size, temperature):
+    source = torch.Generator().manual_seed(1)
+    shapes = [(9, 8), (30, 8), (9, 6), (30, 6)]
+    tensors = [torch.randn(shape, generator=source, dtype=torch.float64) for shape in shapes]
+    hidden, head = (tensor.requires_grad_() for tensor in tensors[:2])
+    capped = [1.5 * torch.tanh(states @ weight.T / 1.5) for states, weight in (tensors[:2], tensors[2:])]
+    policy, reference = ((logits / temperature).log_softmax(-1) for logits in capped)
+    expected = (policy.exp() * (policy - reference)).sum(-1)
+    found = full_kl(*tensors, temperature=temperature, chunk_size=chunk_size, softcap=1.5)
+    weights = torch.linspace(-1, 2, 9, dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    for got, wanted in zip(
+        torch.autograd.grad((found * weights).sum(), (hidden, head)),
+        torch.autograd.grad((expected * weights).sum(), (hidden, head)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)

@@ -112,8 +112,8 @@ def test_answers_that_share_a_prompt_read_up_to_two_keys_a_token():
 def test_attention_scores_count_in_models_with_soft_caps_or_sinks():
     assert "attention scores" not in sizes(rank().device("update"))
     made = rank(shape=replace(SHAPE, capped=True))
-    # Rows have 4 tokens, so the scores of one head and row are more than the limit of the test, 0.
-    assert sizes(made.device("update"))["attention scores"] == 5 * 16 * 4
+    # Rows have 4 tokens, and a key head has 2 query heads. The limit of the test is 0 scores.
+    assert sizes(made.device("update"))["attention scores"] == 5 * 16 * 2 * 4
 
 
 def test_the_first_micro_batch_of_a_mini_batch_finds_no_gradients():

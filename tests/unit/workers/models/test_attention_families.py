@@ -105,7 +105,7 @@ def test_attention_scores_in_parts_give_the_same(family, monkeypatch):
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral"])
 def test_the_setting_of_the_family_changes_the_log_probs(family):
-    """A test that cannot tell a window, a cap or a sink from none would prove nothing."""
+    """Check that the tests of this module would notice a missing window, cap or sink."""
     changed = {
         "gemma2": [{"final_logit_softcapping": None}, {"attn_logit_softcapping": None}, {"sliding_window": 64}],
         "gpt_oss": [{"sliding_window": 64}],

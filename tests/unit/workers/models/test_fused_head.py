@@ -259,7 +259,7 @@ def test_a_model_gives_the_log_probs_entropies_and_gradients_of_its_own_logits(n
 
 
 class Shifted(Qwen2ForCausalLM):
-    """A model that adds a constant to its logits, which no setting of its config tells."""
+    """A model that adds a constant to its logits, without a config setting that says so."""
 
     def forward(self, *arguments, **options):
         found = super().forward(*arguments, **options)

@@ -163,7 +163,7 @@ def test_windows_that_a_model_applies_only_through_its_mask_are_refused(tmp_path
         max_window_layers=2,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"^key: Qwen2MoeForCausalLM applies its sliding window of 8 tokens only"):
+    with pytest.raises(ConfigError, match=r"^key: Qwen2MoeForCausalLM does not pass its sliding window of 8 tokens"):
         check_policy_rows_apart(str(tmp_path), "key")
 
 
