@@ -59,36 +59,35 @@ class Segment:
 class Siblings:
     """The segments with the same parent, or the segments without a parent, in order of insertion.
 
-    The key of a segment is the bytes of its first tokens, as many as a sequence must at least share with it. If two
-    siblings have the same key, the later one gets a number as its key, and no further sequence can share it.
+    A key of a segment is the bytes of its first tokens, as many as a sequence must at least share with it.
     """
 
     def __init__(self) -> None:
-        self._segments: dict[bytes | int, Segment] = {}
+        self._segments: list[Segment] = []
+        self._places: dict[bytes, list[int]] = {}  # the places in the list of the segments with a key
         self._sizes: set[int] = set()  # the different lengths of keys in bytes
 
-    def add(self, key: bytes, segment: Segment) -> None:
-        """Append a segment."""
-        if key in self._segments:
-            self._segments[len(self._segments)] = segment
+    def put(self, place: int | None, key: bytes, segment: Segment) -> None:
+        """Add a key and its segment: at a place where it replaces another segment, or at the end if `place` is None."""
+        if place is None:
+            place = len(self._segments)
+            self._segments.append(segment)
         else:
-            self._segments[key] = segment
-            self._sizes.add(len(key))
+            self._segments[place] = segment
+        places = self._places.setdefault(key, [])
+        if place not in places:
+            places.append(place)
+        self._sizes.add(len(key))
 
-    def replace(self, key: bytes, segment: Segment) -> None:
-        """Put a segment in the place of the segment that has the given key."""
-        self._segments[key] = segment
-
-    def alike(self, tokens: bytes) -> Iterator[tuple[bytes, Segment]]:
-        """Yield each segment whose key is a prefix of `tokens` (bytes of a sequence's next tokens), after its key."""
-        for size in sorted(self._sizes):
-            segment = self._segments.get(tokens[:size])
-            if segment is not None:
-                yield tokens[:size], segment
+    def alike(self, tokens: bytes) -> Iterator[tuple[int, Segment]]:
+        """Yield the place and the segment of each key with which `tokens` (bytes of a sequence's next tokens) begin."""
+        for size in self._sizes:
+            for place in self._places.get(tokens[:size], ()):
+                yield place, self._segments[place]
 
     def last_first(self) -> list[Segment]:
         """Return the segments in reverse order of insertion."""
-        return list(self._segments.values())[::-1]
+        return self._segments[::-1]
 
 
 class PrefixTree:
@@ -129,25 +128,28 @@ class PrefixTree:
         parent, siblings, depth = None, self._roots, 0
         while depth < length:
             tokens = self._ids[first + depth : first + min(length, depth + LEAST)].tobytes()
-            candidates = [
-                (self._shared(segment, first + depth, length - depth, prompt - depth, depth), key, segment)
-                for key, segment in siblings.alike(tokens)
-            ]
-            shared, key, found = max(candidates, key=lambda candidate: candidate[0], default=(0, b"", None))
-            if found is None or not shared:
+            best: tuple[int, bool] = 0, False
+            place, found = None, None
+            for number, segment in siblings.alike(tokens):
+                shared = self._shared(segment, first + depth, length - depth, prompt - depth, depth)
+                # Of two segments that share equally many tokens, a whole segment is better, as more can follow it.
+                if shared and (shared, shared == segment.length) > best:
+                    best, place, found = (shared, shared == segment.length), number, segment
+            if found is None:
                 segment = Segment(first + depth, length - depth, depth, parent, prompt)
-                siblings.add(self._key(segment), segment)
+                siblings.put(None, self._key(segment), segment)
                 return segment
-            if shared < found.length:
-                found = self._divided(found, shared)
-                siblings.replace(key, found)
+            if best[0] < found.length:
+                found = self._divided(found, best[0])
+                siblings.put(place, self._key(found), found)
             parent, siblings, depth = found, found.children, found.end
         return parent
 
     def _key(self, segment: Segment) -> bytes:
         """Return the key of a segment: the bytes of as many first tokens as a sequence must at least share with it."""
-        rest = segment.prompt - segment.depth
-        size = min(LEAST, segment.length, rest) if rest > 0 else min(LEAST, segment.length)
+        rest, size = segment.prompt - segment.depth, min(LEAST, segment.length)
+        if rest > 0 and segment.prompt >= SHORTEST_PROMPT:
+            size = min(size, rest)
         return self._ids[segment.first : segment.first + size].tobytes()
 
     def _shared(self, segment: Segment, first: int, length: int, prompt: int, depth: int) -> int:
@@ -181,7 +183,7 @@ class PrefixTree:
         segment.length -= tokens
         segment.depth += tokens
         segment.parent = upper
-        upper.children.add(self._key(segment), segment)
+        upper.children.put(None, self._key(segment), segment)
         return upper
 
 

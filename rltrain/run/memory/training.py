@@ -242,21 +242,26 @@ class RankMemory:
 
     def activations(self, role: RoleMemory) -> float:
         """Return the bytes of the activations that a forward pass keeps for the backward pass."""
-        keys = self.keys_per_token
         kernel = self.on_gpu and not role.shape.capped
-        layer, tokens = saved_bytes(role.shape, self.compute, kernel=kernel, keys=keys), self.tokens(role)
+        layer, tokens = saved_bytes(role.shape, self.compute, kernel=kernel, keys=0), self.tokens(role)
+        of_layer = tokens * layer + 2 * self.keys(role) * role.shape.keys * self.compute
         of_head = role.shape.hidden * (3 * MASTER + self.compute)
         if not self.config.model.activation_checkpointing:
-            return tokens * (role.shape.layers * layer + of_head)
-        return tokens * (role.shape.layers * role.shape.hidden * self.compute + layer + of_head)
+            return role.shape.layers * of_layer + tokens * of_head
+        return of_layer + tokens * (role.shape.layers * role.shape.hidden * self.compute + of_head)
 
     def scores(self, role: RoleMemory) -> Part:
-        """Return the peak memory of materialised attention scores: only models with soft caps or sinks have them."""
-        rollout = self.config.rollout
-        of_head = (rollout.max_prompt_length + rollout.max_response_length) ** 2
-        of_key_head = of_head * role.shape.queries // role.shape.keys
-        most = max(of_key_head, self.limits.scores) if role.shape.capped else 0
-        return Part("attention scores", COPIES_OF_SCORES * most * MASTER)
+        """Return the peak memory of materialised attention scores, and of the biases that are added to scores.
+
+        Only models with soft caps or sinks have materialised scores. Biases exist in these models, and on CPUs if rows
+        share tokens. All layers share a bias, except that layers with a sliding window have their own.
+        """
+        rollout, shape = self.config.rollout, role.shape
+        longest = rollout.max_prompt_length + rollout.max_response_length
+        of_key_head = longest**2 * shape.queries // shape.keys
+        scores = COPIES_OF_SCORES * max(of_key_head, self.limits.scores) if shape.capped else 0
+        kinds = 2 if shape.capped else int(self._group()[2] > 1 and not self.on_gpu)
+        return Part("attention scores", (scores + kinds * self.tokens(role) * longest) * MASTER, self.fewer(role))
 
     def chunk(self, role: RoleMemory) -> Part:
         """Return the peak memory of logits, which the output head computes in chunks of at most `limits.chunk`."""
@@ -268,27 +273,40 @@ class RankMemory:
         """Return the largest number of tokens that the rank processes in one forward pass."""
         return min(self._section(role), self.row_tokens())
 
+    def keys(self, role: RoleMemory) -> int:
+        """Return the largest number of keys that attention reads in one forward pass."""
+        return min(KEYS * self._section(role), self.row_keys()) if self._group()[2] > 1 else self.tokens(role)
+
     def passes(self, role: RoleMemory) -> int:
         """Return the number of forward and backward passes for one mini-batch, if all rows have the maximum length."""
-        return -(-self.row_tokens() // self._section(role))
+        size = max(self.row_tokens(), -(-self.row_keys() // KEYS))
+        return -(-size // self._section(role))
 
     def row_tokens(self) -> int:
         """Return the number of tokens that one rank processes per mini-batch, if all rows have the maximum length."""
-        config = self.config
-        prompt, answers, rows = self._group()
-        ranks, groups = config.placement.actor_ranks, config.trainer.prompts_per_minibatch
-        if rows == 1:
-            return -(-groups * config.rollout.samples_per_prompt * (prompt + answers) // ranks)
-        # If the ranks cannot get equal numbers of groups, a group's rows are divided over several ranks, and each of
-        # these ranks computes the group's prompt.
-        own = -(-groups * rows // ranks)
-        prompts = min(own, -(-groups // ranks) + (groups % ranks > 0))
-        return prompts * prompt + own * (answers // rows)
+        prompts, rows = self._rows_of_rank()
+        return prompts * self.config.rollout.max_prompt_length + rows * self.config.rollout.max_response_length
 
-    @property
-    def keys_per_token(self) -> int:
-        """Return the maximum number of keys that attention keeps for each token of a micro-batch."""
-        return KEYS if self._group()[2] > 1 else 1
+    def row_keys(self) -> int:
+        """Return the number of keys that attention reads on one rank per mini-batch, in rows of the maximum length.
+
+        The keys of a prompt are read by the prompt itself, and by each answer that shares it.
+        """
+        prompts, rows = self._rows_of_rank()
+        prompt, answer = self.config.rollout.max_prompt_length, self.config.rollout.max_response_length
+        return rows * (prompt + answer) + (prompts * prompt if self._group()[2] > 1 else 0)
+
+    def _rows_of_rank(self) -> tuple[int, int]:
+        """Return the largest numbers of prompts and of rows that one rank processes per mini-batch.
+
+        If the ranks cannot get equal numbers of groups, a group's rows are divided over several ranks, and each of
+        these ranks computes the group's prompt.
+        """
+        ranks, groups = self.config.placement.actor_ranks, self.config.trainer.prompts_per_minibatch
+        rows = -(-groups * self.config.rollout.samples_per_prompt // ranks)
+        if self._group()[2] == 1:
+            return rows, rows
+        return min(rows, groups if groups % ranks else groups // ranks), rows
 
     def _group(self) -> tuple[int, int, int]:
         """Return the tokens of a prompt, the tokens of all answers that share it, and the number of these answers."""

@@ -112,8 +112,21 @@ def test_answers_that_share_a_prompt_read_up_to_two_keys_a_token():
 def test_attention_scores_count_in_models_with_soft_caps_or_sinks():
     assert "attention scores" not in sizes(rank().device("update"))
     made = rank(shape=replace(SHAPE, capped=True))
-    # Rows have 4 tokens, and a key head has 2 query heads. The limit of the test is 0 scores.
-    assert sizes(made.device("update"))["attention scores"] == 5 * 16 * 2 * 4
+    # Rows have 4 tokens, and a key head has 2 query heads. The limit of the test is 0 scores. The biases of layers with
+    # and without a window have up to 4 numbers for each of the 16 tokens.
+    assert sizes(made.device("update"))["attention scores"] == (5 * 16 * 2 + 2 * 16 * 4) * 4
+
+
+def test_the_limit_of_keys_can_decide_the_number_of_passes():
+    made = rank(
+        "actor.share_prefixes=true", "rollout.max_prompt_length=30", "actor.max_tokens_per_microbatch=32",
+        "rollout.samples_per_prompt=4",
+    )  # fmt: skip
+    # Two groups of 30 + 4 * 2 tokens are 76 tokens, but their 2 * (30 + 4 * 32) keys need 5 passes of 2 * 32 keys.
+    assert (made.row_tokens(), made.row_keys()) == (76, 316)
+    (actor,) = (role for role in made.roles if role.name == "actor")
+    assert made.passes(actor) == 5
+    assert (made.tokens(actor), made.keys(actor)) == (32, 64)
 
 
 def test_the_first_micro_batch_of_a_mini_batch_finds_no_gradients():
