@@ -49,10 +49,10 @@ def contexts_of(batch: DataProto) -> Contexts:
     at = ranges(starts[:-1] + prompts, responses)
     is_input = positions(responses) < (responses - 1).repeat_interleave(responses)
     ids[at[is_input]] = batch.values("responses")[is_input]
-    ends, first = starts[1:] - 1, torch.arange(len(batch))
+    ends, first = starts[1:] - 1, torch.arange(len(responses))
     if "context_starts" not in batch:
         return Contexts(ids, starts.diff(), prompts, at - 1, ends, first)
     begins = at[is_input & batch.values("context_starts")]
     all_starts, order = torch.cat([starts[:-1], begins, starts[-1:]]).sort(stable=True)
     prompts = torch.cat([prompts, torch.zeros_like(begins)])[order[:-1]]
-    return Contexts(ids, all_starts.diff(), prompts, at - 1, ends, order.argsort()[: len(batch)])
+    return Contexts(ids, all_starts.diff(), prompts, at - 1, ends, order.argsort()[: len(responses)])

@@ -146,9 +146,9 @@ CASES = {
         ["profile=demo", "model.path={files}/model", "data.train={files}/surrogate.jsonl"],
         ["{files}/surrogate.jsonl:2", "not valid Unicode", "remove the invalid character"],
     ),
-    "model with capped attention": (
-        ["profile=demo", "model.path={files}/capped"],
-        ["model.path={files}/capped", "attn_logit_softcapping=50.0", "use another model"],
+    "model with chunked attention": (
+        ["profile=demo", "model.path={files}/chunked"],
+        ["model.path={files}/chunked", "attention_chunk_size=8 is shorter than", "use another model"],
     ),
     "model without an end token": (
         ["profile=demo", "model.path={files}/endless", "data.train={files}/good.jsonl"],
@@ -237,9 +237,9 @@ def _write_models(folder):
     model, tokenizer = tiny_model(), char_tokenizer()
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    shutil.copytree(folder / "model", folder / "capped")
-    changed = json.loads((folder / "model" / "config.json").read_text()) | {"attn_logit_softcapping": 50.0}
-    (folder / "capped" / "config.json").write_text(json.dumps(changed))
+    shutil.copytree(folder / "model", folder / "chunked")
+    changed = json.loads((folder / "model" / "config.json").read_text()) | {"attention_chunk_size": 8}
+    (folder / "chunked" / "config.json").write_text(json.dumps(changed))
     model.config.eos_token_id, model.generation_config = None, GenerationConfig()
     tokenizer.eos_token = None
     model.save_pretrained(folder / "endless")
