@@ -71,8 +71,8 @@ class TurnRenderer:
     Attributes:
         tokenizer, tools, stop_ids: the constructor's arguments with the same names.
         special_ids: `stop_ids`, and the ids of all control tokens except the unknown token.
-        mark: fixed word that stands for the content of a sampled answer in a placeholder message; the word occurs in
-            no tool's schema.
+        mark: a word that no tool's schema contains. The template renders a message with this word in the place of a
+            sampled answer, so that the position of the answer can be found in the rendered text.
     """
 
     def __init__(

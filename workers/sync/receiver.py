@@ -84,8 +84,8 @@ class Receiver:
     def start(self, engine: Loads, sync: str, version: int) -> str | None:
         """Start a weight sync, and wake the engine if the engine sleeps.
 
-        Return the result of `memory.whereabouts`: None, or a string that is the same in two processes if the two
-        processes can map each other's shared files.
+        Return None, or a string that is the same in two processes if the processes can map each other's shared files
+        (`memory.whereabouts`).
         """
         self.sync, self.version, self.broken, self.asleep = sync, version, None, False
         self._guarded(engine.start_load)
