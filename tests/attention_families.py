@@ -4,7 +4,7 @@ from typing import Any
 
 SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
-# Settings of each type of model that differ from an ordinary small model with two layers.
+# For each model type, the config settings that a test adds to the sizes of a small model with two layers.
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 6},
     "gemma2": {**SLIDING, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 1.0},

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rltrain.batch.jagged import offsets_of, ranges
 
-# SHORTEST_PROMPT: minimum number of tokens of a shared prompt. LEAST: minimum number of tokens that sequences share
-# beyond a common prompt.
+# A common prompt is shared if it has at least SHORTEST_PROMPT tokens. Other common tokens are shared if there are at
+# least LEAST of them.
 SHORTEST_PROMPT, LEAST = 4, 16
 
 
@@ -23,12 +23,10 @@ SHORTEST_PROMPT, LEAST = 4, 16
 class Segment:
     """A node of the prefix tree: consecutive tokens that belong to one sequence, or to several that begin alike.
 
-    The segments above a segment are its ancestors in the tree.
-
     Attributes:
         first: index of the segment's first token in the concatenated sequences.
         length: number of tokens.
-        depth: number of tokens in the segments above this segment.
+        depth: number of tokens of the segment's ancestors in the tree.
         parent: the segment that precedes this segment, or None if the segment starts its sequences.
         prompt: length of the prompt of the sequence that brought the segment into the tree.
         children: the segments that follow this segment.
@@ -59,7 +57,7 @@ class Segment:
 class Siblings:
     """The segments with the same parent, or the segments without a parent, in order of insertion.
 
-    A key of a segment is the bytes of its first tokens, as many as a sequence must at least share with it.
+    The key of a segment is the bytes of its first tokens. A sequence can share the segment only if it has these tokens.
     """
 
     def __init__(self) -> None:
@@ -68,7 +66,7 @@ class Siblings:
         self._sizes: set[int] = set()  # the different lengths of keys in bytes
 
     def put(self, place: int | None, key: bytes, segment: Segment) -> None:
-        """Add a key and its segment: at a place where it replaces another segment, or at the end if `place` is None."""
+        """Store a segment under a key, at the index `place`, or at the end if `place` is None."""
         if place is None:
             place = len(self._segments)
             self._segments.append(segment)
@@ -132,7 +130,8 @@ class PrefixTree:
             place, found = None, None
             for number, segment in siblings.alike(tokens):
                 shared = self._shared(segment, first + depth, length - depth, prompt - depth, depth)
-                # Of two segments that share equally many tokens, a whole segment is better, as more can follow it.
+                # If a sequence shares equally many tokens with two segments, the segment that it shares as a whole is
+                # better, because further shared segments can follow.
                 if shared and (shared, shared == segment.length) > best:
                     best, place, found = (shared, shared == segment.length), number, segment
             if found is None:
@@ -146,7 +145,7 @@ class PrefixTree:
         return parent
 
     def _key(self, segment: Segment) -> bytes:
-        """Return the key of a segment: the bytes of as many first tokens as a sequence must at least share with it."""
+        """Return a segment's key, the bytes of those first tokens that a sequence needs to share the segment."""
         rest, size = segment.prompt - segment.depth, min(LEAST, segment.length)
         if rest > 0 and segment.prompt >= SHORTEST_PROMPT:
             size = min(size, rest)
@@ -198,9 +197,9 @@ class DistinctTokens:
         kept: (M,) index of each distinct token in the concatenated sequences.
         places: (N,) for each token of the concatenated sequences, its index among the distinct tokens.
         lengths: (S,) number of tokens in each segment.
-        depths: (S,) number of tokens in the segments above each segment.
-        keys: (K,) for each segment, one after another, the indices of its path: the tokens above the segment, and then
-            its own tokens. K is the sum of `depths` and `lengths`. None if no segment is above another segment.
+        depths: (S,) number of tokens of each segment's ancestors.
+        keys: (K,) for each segment, one after another, the indices of its ancestors' tokens and then of its own tokens.
+            K is the sum of `depths` and `lengths`. None if no segment has ancestors.
     """
 
     kept: Tensor

@@ -184,7 +184,7 @@ def _cut(
     work: Sequence[int],
     starts: SharedStarts | None = None,
 ) -> list[list[RowIndices]]:
-    """Cut each rank's share into micro-batches, the same number for every rank.
+    """Cut each rank's share into micro-batches. Every rank gets the same number of micro-batches.
 
     Args:
         shares: for each rank, the units of its rows. The rows of a unit stay together.
@@ -252,7 +252,7 @@ def _families(rows: RowIndices, starts: SharedStarts) -> list[RowIndices]:
 def _pieces(
     family: RowIndices, count: int, lengths: Sequence[int], max_tokens: int | None, starts: SharedStarts
 ) -> list[RowIndices]:
-    """Divide rows that share tokens into about `count` pieces with equal numbers of rows.
+    """Divide a family of rows into about `count` pieces with nearly equal numbers of rows.
 
     If `max_tokens` is not None, there are more pieces if a piece would be larger than `max_tokens` tokens.
     """

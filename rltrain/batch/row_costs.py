@@ -25,8 +25,8 @@ _UNGATED = {
     "phi",
     "starcoder2",
 }
-# Maximum ratio of the keys that attention reads in a micro-batch to the micro-batch's token limit. The keys of a shared
-# prompt are read once for each of its answers, so many short answers to a long prompt would need much memory for keys.
+# Attention may read at most KEYS times as many keys in a micro-batch as the micro-batch's token limit. The keys of a
+# shared prompt are read once for each answer, so many short answers to a long prompt would need much memory for keys.
 KEYS = 2
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _ATTENTION = ("full_attention", *_WINDOWED)  # Layer types whose cost grows with the number of token pairs.

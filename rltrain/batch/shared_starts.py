@@ -53,7 +53,7 @@ class SharedStarts:
             work: (B,) cost of each row of the batch if it is computed alone.
         """
         tokens = keys = cost = 0
-        branches: list[int] = []  # numbers of shared tokens at the branches above the current row
+        branches: list[int] = []  # numbers of shared tokens at the branches on the current row's path
         for row, shared, saved in self.ordered(rows):
             tokens += lengths[row] - shared
             cost += work[row] - saved
@@ -90,7 +90,7 @@ class Total(NamedTuple):
 
 
 def no_shared_starts(rows: int) -> SharedStarts:
-    """Return the shared tokens of rows that share none."""
+    """Return the `SharedStarts` of rows that share no tokens."""
     return SharedStarts(range(rows), [0] * rows, [0] * rows)
 
 

@@ -307,7 +307,7 @@ class OptimizerConfig:
 
 @section
 class ActorConfig(OptimizerConfig):
-    """Settings of the actor's optimizer, and of the sharing of common tokens in all roles."""
+    """Settings of the actor's optimizer, and the key `share_prefixes`, which applies to all roles."""
 
     share_prefixes: bool = key(
         "Compute tokens with which several rows of a micro-batch begin, such as the prompt of a group or the earlier "
@@ -878,7 +878,7 @@ class Config:
     reward: RewardConfig = key("How answers are scored.")
     rollout: RolloutConfig = key("Generation of the answers.")
     actor: ActorConfig = key(
-        "Optimizer of the actor (AdamW and its learning-rate schedule), and sharing of common tokens in all roles."
+        "Optimizer of the actor (AdamW and its learning-rate schedule). share_prefixes applies to all roles."
     )
     critic: CriticConfig = key(
         "Optimizer of the critic, which exists only if the advantage estimator uses the critic's values."

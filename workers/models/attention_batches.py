@@ -1,7 +1,7 @@
-"""Attention within the segments of a pack, where no attention kernel is usable.
+"""Attention within the segments of a pack, computed without an attention kernel.
 
 A pack is the segments of a prefix tree, concatenated without padding. A token attends to itself, to the earlier tokens
-of its segment, and to all tokens of the segments above it in the tree. Segments of similar length form an attention
+of its segment, and to all tokens of its segment's ancestors in the tree. Segments of similar length form an attention
 batch, which is padded on the right. One call of sdpa, or of `capped_attention`, computes an attention batch.
 """
 
@@ -18,21 +18,21 @@ from workers.models.varlen_attention import Bounds
 
 # Minimum ratio of the smallest to the largest length in an attention batch.
 SLACK = 0.75
-# Among segments with tokens above them, lengths below SHORT count as SHORT, so that there are fewer attention batches.
+# When segments with ancestors are grouped by length, lengths below SHORT count as SHORT. This gives fewer groups.
 SHORT = 16
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Segments whose attention is computed at a time.
+    """Segments whose attention is computed together.
 
     Attributes:
         queries: (segments, L) position of each token in the pack, where L is the length of the longest segment in the
             attention batch.
         real: (segments, L) bool, False for entries of `queries` that are padding.
-        keys: (segments, K) position in the pack of the tokens above each segment and then of its own tokens, padded on
-            the right. If no tokens are above the segments, `keys` is the same tensor as `queries`.
-        depths: (segments,) number of tokens above each segment.
+        keys: (segments, K) positions in the pack of the tokens of each segment's ancestors and then of its own tokens,
+            padded on the right. If the segments have no ancestors, `keys` is the same tensor as `queries`.
+        depths: (segments,) number of tokens of each segment's ancestors.
     """
 
     queries: Tensor
@@ -42,7 +42,7 @@ class AttentionBatch:
 
     @property
     def is_root(self) -> bool:
-        """Return whether the segments have no tokens above them."""
+        """Return whether the segments are roots of the prefix tree, that is, have no ancestors."""
         return self.keys is self.queries
 
     def bias(self, dtype: torch.dtype, window: int | None) -> Tensor:
@@ -69,10 +69,9 @@ class SegmentLayout:
     Args:
         lengths: (S,) number of tokens in each segment, on the CPU.
         device: device on which attention is computed.
-        depths: (S,) number of tokens in the segments above each segment, on the CPU; None if no segment is above
-            another segment.
-        keys: (K,) for each segment, the positions in the pack of the tokens above it and of its own tokens, on the CPU;
-            None if no segment is above another segment.
+        depths: (S,) number of tokens of each segment's ancestors, on the CPU; None if no segment has ancestors.
+        keys: (K,) for each segment, the positions in the pack of its ancestors' tokens and of its own tokens, on the
+            CPU; None if no segment has ancestors.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class SegmentLayout:
 
     @functools.cached_property
     def attention_batches(self) -> tuple[AttentionBatch, ...]:
-        """Return the attention batches: groups of segments of similar length, which are computed at a time.
+        """Return the attention batches: groups of segments of similar length. Each group is computed together.
 
         The attention batches are computed on first access, because they are needed only if no attention kernel is
         usable.
@@ -133,17 +132,17 @@ class SegmentLayout:
         return self._biases[key]
 
     def _of_roots(self, chosen: Tensor) -> AttentionBatch:
-        """Return the attention batch of segments that have no tokens above them."""
+        """Return the attention batch of segments that have no ancestors."""
         queries, real = _padded(self.bounds.query_offsets.cpu()[chosen], self.lengths[chosen])
         queries = queries.to(self.device)
         return AttentionBatch(queries, real.to(self.device), queries, self.depths[chosen].to(self.device))
 
     def _of_branches(self, chosen: Tensor) -> AttentionBatch:
-        """Return the attention batch of segments that have tokens above them."""
+        """Return the attention batch of segments that have ancestors."""
         queries, real = _padded(self.bounds.query_offsets.cpu()[chosen], self.lengths[chosen])
         depths = self.depths[chosen]
         places, _ = _padded(self.bounds.key_offsets.cpu()[chosen], self.lengths[chosen] + depths)
-        assert self.keys is not None, "segments with tokens above them need `keys`"
+        assert self.keys is not None, "segments with ancestors need `keys`"
         return AttentionBatch(*(tensor.to(self.device) for tensor in (queries, real, self.keys.cpu()[places], depths)))
 
 

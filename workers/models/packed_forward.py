@@ -4,7 +4,7 @@ A row of the batch consists of one or more contexts, and a token sees only the e
 all rows have one context, but an agent program can start new contexts within a row. A pack is one sequence with the
 tokens of all contexts. Contexts that begin with the same tokens, such as those of a prompt group, share these tokens in
 the pack: each distinct token of the prefix tree (`rltrain.batch.prefix_tree`) is in the pack once. The pack consists of
-the segments of the prefix tree, and a token attends to the earlier tokens of its segment and to the segments above.
+the segments of the prefix tree, and a token attends to the earlier tokens of its segment and to its ancestors.
 
 An attention function for packs is registered in transformers under the name `PACKED`. On GPUs and with 16-bit dtypes,
 one call of an attention kernel (`workers.models.varlen_attention`) computes the attention of all segments. Without a
@@ -135,7 +135,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: Any,  # arguments that transformers passes to every attention function, but packed attention does not use
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each segment of a pack and the segments above it.
+    """Compute causal attention of each segment of a pack to itself and to its ancestors in the prefix tree.
 
     The shape of `query` is (1, H, N, D), with H heads of width D for N tokens. The shape of `key` and `value` is
     (1, K, N, D), where the number K of key heads divides the number H of query heads. The shape of the attention

@@ -69,7 +69,8 @@ def _bias(mask: Tensor | None, queries: int, keys: int, like: Tensor) -> Tensor:
         mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
     if mask.dtype != torch.bool:
         return mask
-    # A query of padding ignores all keys. The least finite number, instead of minus infinity, avoids NaN outputs.
+    # The query of a padding token must ignore all keys. With minus infinity at all keys, its output would be NaN. The
+    # bias is therefore the lowest finite number.
     least = torch.finfo(like.dtype).min
     return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(~mask, least)
 

@@ -297,7 +297,7 @@ class RankMemory:
         return rows * (prompt + answer) + (prompts * prompt if self._group()[2] > 1 else 0)
 
     def _rows_of_rank(self) -> tuple[int, int]:
-        """Return the largest numbers of prompts and of rows that one rank processes per mini-batch.
+        """Return how many prompts and how many rows one rank processes per mini-batch at most.
 
         If the ranks cannot get equal numbers of groups, a group's rows are divided over several ranks, and each of
         these ranks computes the group's prompt.

@@ -15,7 +15,8 @@ SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0,
 }  # fmt: skip
-# transformers computes experts in float32 at most, and the norms of these models in float32.
+# The models with experts are in float32, because transformers cannot compute experts in float64. The other models are
+# in float64, but compute their norms in float32.
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-5}
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 PROMPTS = [PROMPT, [9], PROMPT, [3, 4, 5], PROMPT]
