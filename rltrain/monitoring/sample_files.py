@@ -16,8 +16,8 @@ EVALUATED = "evaluations"  # Name of the subfolder of a run's output folder that
 _EVALUATED = re.compile(r"step_(\d+)_.*\.parquet")
 SHOWN = 8  # At most 8 samples of a training step are sent to trackers.
 # _OF_TOKENS names the columns of a sample table that have one value per response token. A sample table contains only
-# those columns of _OF_TOKENS that the batch of the step contains. The column `old_log_probs` is missing if one
-# optimizer step trains on the whole batch. The column `entropies` is missing if no loss reads entropies.
+# those columns of _OF_TOKENS that the batch of the step contains. The columns `old_log_probs` and `entropies` are
+# missing if one optimizer step trains on the whole batch and nothing reads the columns.
 _OF_TOKENS = (
     "responses",
     "response_mask",

@@ -5,7 +5,7 @@ import torch
 from ranks import LOG_PROBS, built, processes_of, replayed
 from transformers import AutoModelForCausalLM
 
-from rltrain.algorithms import TOKEN_SELECTORS, required_columns
+from rltrain.algorithms import TOKEN_SELECTORS
 from rltrain.batch.data_proto import DataProto
 from rltrain.batch.row_assignment import minibatches
 from rltrain.settings.compose import compose
@@ -61,7 +61,7 @@ async def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks
             batch = replayed(step)
             columns = log_probs_columns(config.algorithm)
             batch = batch.union(await actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=budget))
-            assert ("entropies" in batch) is ("entropies" in required_columns("grpo", name))
+            assert "entropies" in batch
             moved = batch.values("old_log_probs") + 0.05 * batch.values("advantages").sign()
             batch = with_random_draws(batch.with_values("responses", old_log_probs=moved), config, step)
             plan = minibatches(batch.batch["uid"].tolist(), 2, 1, seed=0, step=step)

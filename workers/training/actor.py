@@ -16,7 +16,6 @@ from rltrain.algorithms import (
     kl_estimate,
     own_knobs,
     positive_nll,
-    required_columns,
     rollout_correction,
     rollout_diagnostics,
     rollout_rejection,
@@ -60,7 +59,6 @@ class ActorWorker:
         self.config, self.path = config, Path(path)
         self._load_start()
         algorithm = config.algorithm
-        self.required = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
         # For the exact KL, the actor needs the output head of the reference model, because the reference model sends
         # only hidden states. The actor starts with the weights of the reference model, so `ref_head` is initialized
         # with a copy of the actor's own output head. `ref_head` is rounded to the dtype in which the reference model
@@ -109,9 +107,9 @@ class ActorWorker:
         `compute_log_probs` returns the rows in the order in which `microbatches` lists them.
 
         Returns:
-            A batch with the column `old_log_probs`. The batch of old log-probs also has the column `entropies` if the
-            advantage estimator or the token selector of the loss reads entropies, and the column `full_kl` if the exact
-            KL to the reference model is subtracted from the reward.
+            A batch with the columns `old_log_probs` and `entropies`. The batch also has the column `full_kl` if the
+            exact KL to the reference model is subtracted from the reward. Entropies are always computed, because the
+            report of the run shows them and they cost little besides the log-probs.
         """
         in_reward, temperature = self.config.algorithm.kl_in_reward.full, self.config.rollout.temperature
 
@@ -120,7 +118,7 @@ class ActorWorker:
                 self.model,
                 packed,
                 temperature=temperature,
-                entropies="entropies" in self.required,
+                entropies=True,
                 reference=self._reference(part) if in_reward else None,
             )
             found = {"old_log_probs": output.log_probs, "entropies": output.entropies, "full_kl": output.full_kl}

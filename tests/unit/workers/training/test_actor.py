@@ -1,9 +1,11 @@
 """Tests of the actor's update in one process: correction weights, entropy bonus, token selectors and the exact KL."""
 
+import math
+
 import pytest
 import torch
+from transformers import AutoConfig
 
-from rltrain.algorithms import TOKEN_SELECTORS, columns_of
 from rltrain.batch.data_proto import DataProto
 from rltrain.settings.compose import compose
 from tests.policy_weights import weights_of
@@ -194,14 +196,12 @@ async def test_D1_without_the_column_the_old_policy_is_the_current_one(start, sa
     assert apart(await run.weights(), await other.weights()) < 1e-6
 
 
-async def test_entropies_of_the_old_policy_are_there_for_selectors_only(start, sampled_batch):
-    for name in TOKEN_SELECTORS.names():
-        run = Run(start, f"algorithm.loss_mode={name}")
-        found = await run.log_probs(sampled_batch)
-        reads = "entropies" in columns_of(TOKEN_SELECTORS.get(name))
-        assert sorted(found.keys()) == ["entropies", "old_log_probs"][0 if reads else 1 :]
-    plain = await Run(start).log_probs(sampled_batch)
-    assert plain.keys() == ["old_log_probs"]
+async def test_the_pass_before_the_update_gives_the_entropies_of_the_old_policy(start, sampled_batch):
+    found = await Run(start).log_probs(sampled_batch)
+    assert sorted(found.keys()) == ["entropies", "old_log_probs"]
+    entropies = found.values("entropies")
+    assert bool((entropies > 0).all())
+    assert float(entropies.max()) <= math.log(AutoConfig.from_pretrained(start).vocab_size) + 1e-5
 
 
 # Tests of token selectors

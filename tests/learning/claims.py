@@ -1,0 +1,75 @@
+"""Comparisons that show where distillation, prompt pools and VAPO pay off."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean
+
+from tests.benchmarks.rambling import LIMIT, rambling_start
+from tests.learning.trials import Outcome, Trial, over_seeds, run_all, spread
+
+SEEDS = (0, 1, 2)
+ANSWERS_PER_STEP = 64 * 8  # profile demo
+TEACHER_SEED = 100
+
+
+def teacher(output: Path) -> tuple[Path, float]:
+    """Train a teacher with `grpo` for 120 steps, and return its directory and its sampled accuracy."""
+    trial = Trial("teacher", TEACHER_SEED, ("trainer.total_steps=120",))
+    outcome = run_all([trial], output, 1)["teacher"][0]
+    return trial.folder(output) / "model", outcome.sampled[120]
+
+
+def distillation(output: Path, jobs: int) -> Iterator[str]:
+    """Compare the steps that `distill`, `mopd` and `grpo` need to reach the accuracy of a teacher."""
+    path, goal = teacher(output)
+    yield f"teacher: {goal:.1%} sampled accuracy"
+    every = ("trainer.total_steps=120", "trainer.eval_every=5")
+    own = f"algorithm.distillation.teachers=[{path}]"
+    trials = [
+        *over_seeds("distill-against-teacher", SEEDS, "algorithm=distill", own, *every),
+        *over_seeds("mopd-against-teacher", SEEDS, "algorithm=mopd", own, *every),
+        *over_seeds("grpo-against-teacher", SEEDS, *every),
+    ]
+    for name, outcomes in run_all(trials, output, jobs).items():
+        yield f"{name}: steps to the teacher's accuracy, seeds 0, 1, 2: {steps_to(outcomes, goal)}"
+        yield f"{name}: steps to 99% of it: {steps_to(outcomes, 0.99 * goal)}"
+
+
+def pools(output: Path, jobs: int) -> Iterator[str]:
+    """Compare the answers until 90% accuracy with and without pools, on data in which most prompts teach nothing."""
+    shared = (
+        "data.train=tests/learning/rows.py:mixed", "data.val=builtin:median", "reward=median",
+        "trainer.total_steps=120", "trainer.eval_every=4", "actor.lr_schedule=constant",
+    )  # fmt: skip
+    trials = [
+        *over_seeds("pools", SEEDS, *shared, "data.difficulty={}"),
+        *over_seeds("pools-without", SEEDS, *shared),
+    ]
+    for name, outcomes in run_all(trials, output, jobs).items():
+        answers = [outcome.steps_to(0.9) * ANSWERS_PER_STEP for outcome in outcomes]
+        yield f"{name}: answers until 90%: {', '.join(f'{count:,.0f}' for count in answers)}"
+
+
+def vapo(output: Path, jobs: int) -> Iterator[str]:
+    """Compare `vapo` with `ppo` on answers of up to 256 tokens."""
+    shared = (
+        f"model.path={rambling_start()}", "profile=demo", f"rollout.max_response_length={LIMIT}",
+        "critic.warmup_steps=5", "trainer.prompts_per_step=32", "trainer.prompts_per_minibatch=16",
+        "trainer.total_steps=30", "trainer.eval_every=5", "actor.lr=1e-4",
+    )  # fmt: skip
+    trials = [
+        *over_seeds("vapo-long", SEEDS, "algorithm=vapo", *shared),
+        *over_seeds("ppo-long", SEEDS, "algorithm=ppo", *shared),
+    ]
+    for name, outcomes in run_all(trials, output, jobs).items():
+        by_step = {step: fmean(outcome.sampled[step] for outcome in outcomes) for step in outcomes[0].sampled}
+        yield f"{name}: {spread([max(outcome.sampled.items())[1] for outcome in outcomes])}"
+        yield f"{name}: mean by step: {', '.join(f'{step}: {value:.1%}' for step, value in by_step.items())}"
+
+
+def steps_to(outcomes: list[Outcome], goal: float) -> str:
+    """Return the steps until `goal` of each outcome, separated by commas."""
+    return ", ".join(f"{outcome.steps_to(goal):.0f}" for outcome in outcomes)
+
+
+CLAIMS: dict[str, Callable[[Path, int], Iterator[str]]] = {"distillation": distillation, "pools": pools, "vapo": vapo}
