@@ -41,6 +41,7 @@ from rltrain.run.checks import (
     check_stop_strings,
     output_folder,
     sandbox_warning,
+    turns_folder,
 )
 from rltrain.run.epochs import with_epochs_as_steps
 from rltrain.run.lock import RunLock
@@ -404,13 +405,14 @@ def environments_of(
         return None
     from rltrain.run.environments import environments_for
 
-    return environments_for(config.rollout, tokenizer, stop_ids, prompts)
+    return environments_for(config.rollout, tokenizer, stop_ids, prompts, turns_folder(config.trainer))
 
 
 def collector_of(config: Config, workers: "Workers", prompts: PromptSet, tasks: BackgroundTasks) -> "Collector":
     """Create the collector, which requests answers from the rollout engines and scores from the reward workers."""
     from rltrain.trajectories.collector import Collector
     from rltrain.trajectories.reward_models import reward_models
+    from workers.environments.turn_journal import TurnJournal
 
     return Collector(
         config,
@@ -419,6 +421,7 @@ def collector_of(config: Config, workers: "Workers", prompts: PromptSet, tasks: 
         prompts=prompts,
         tasks=tasks,
         models=reward_models(config, workers.reward_models),
+        journal=TurnJournal(turns_folder(config.trainer)) if config.rollout.has_environment else None,
     )
 
 
@@ -460,9 +463,10 @@ async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Cons
     if checkpoint is not None:
         await trainer.restore(checkpoint)
     else:
-        # If an earlier run in the same output folder ended before its first checkpoint, `restore` removes the metrics
-        # of the earlier run.
+        # If an earlier run in the same output folder ended before its first checkpoint, its metrics are removed. Its
+        # recorded turns are removed too, because the earlier run may have had another model.
         trainer.tracker.restore(0, {})
+        trainer.collector.drop_turns_after(-1)
     try:
         await trainer.fit()
         return 0

@@ -148,6 +148,7 @@ class Trainer:
 
     async def train(self) -> None:
         """Train from the current step to the run's last step, with the configured evaluations and checkpoints."""
+        self.collector.drop_turns_after(self.step)
         with trace.span("sync_weights"):
             await self.sync_weights()
         await self.between_steps()

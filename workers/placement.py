@@ -110,8 +110,8 @@ def build_environment_worker(
     # If `threaded` is False, the environment worker runs in the driver's process, so a memory limit for the worker
     # would limit the driver too.
     memory_mb = environments.memory_mb if threaded else None
-    source, limits = environments.source, environments.limits
-    built = process.build(ENVIRONMENT, ENVIRONMENT_WORKER, name, source, limits, threaded=threaded, memory_mb=memory_mb)
+    given = environments.source, environments.limits, environments.journal
+    built = process.build(ENVIRONMENT, ENVIRONMENT_WORKER, name, *given, threaded=threaded, memory_mb=memory_mb)
     return Role(process, ENVIRONMENT), built
 
 

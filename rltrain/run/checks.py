@@ -248,6 +248,11 @@ def output_folder(trainer: TrainerConfig) -> Path:
     return Path(os.path.abspath(Path(trainer.output_dir).expanduser()))
 
 
+def turns_folder(trainer: TrainerConfig) -> Path:
+    """Return the absolute path of the folder with the recorded turns of unfinished conversations."""
+    return output_folder(trainer) / "turns"
+
+
 def _check_output(trainer: TrainerConfig) -> None:
     require(bool(trainer.output_dir.strip()), "trainer.output_dir is empty; name a folder")
     where = f"trainer.output_dir={trainer.output_dir}"

@@ -26,9 +26,11 @@ AUTO = "auto"
 
 
 def environments_for(
-    config: RolloutConfig, tokenizer: Any, stop_ids: Sequence[int], prompts: Sequence[PromptSet]
+    config: RolloutConfig, tokenizer: Any, stop_ids: Sequence[int], prompts: Sequence[PromptSet], journal: Path
 ) -> Environments:
     """Load and check the environment and the tools of a run.
+
+    `journal` is the folder in which environment workers record the turns of unfinished trajectories.
 
     Raises:
         ConfigError: the environment or a tool cannot be loaded, or the chat template cannot describe the tools to the
@@ -43,7 +45,7 @@ def environments_for(
     check_environment_columns(config, prompts)
     if schemas:
         check_prompt_lengths(config, schemas, tokenizer, stop_ids, prompts)
-    return Environments(source, turns, limits_of(config), config.environment_memory_mb)
+    return Environments(source, turns, limits_of(config), config.environment_memory_mb, journal)
 
 
 def tools_of_run(config: RolloutConfig) -> tuple[EnvironmentSource, list[dict[str, Any]]]:

@@ -8,7 +8,7 @@ even while the training ranks compute.
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ from rltrain.trajectories.prompt_groups import Group, GroupState, PromptGroups, 
 from rltrain.trajectories.reuse_buffer import ReuseBuffer
 from rltrain.trajectories.reward_models import RewardModel, with_model_scores
 from rltrain.trajectories.scoring import flat_rows, shaped_scores
+from workers.environments.turn_journal import TurnJournal
 from workers.reward.messages import SampleScores
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
@@ -115,6 +116,7 @@ class Collector:
             waiting and loses no data.
         models: reward models, which score a group after all answers of the group are finished and scored by the reward
             functions.
+        journal: recorded turns of unfinished conversations; None if the run has no environment.
     """
 
     def __init__(
@@ -126,7 +128,9 @@ class Collector:
         prompts: PromptSet,
         tasks: BackgroundTasks,
         models: Sequence[RewardModel] = (),
+        journal: TurnJournal | None = None,
     ) -> None:
+        self.journal = journal
         self.config, self.rollout, self.rewards, self.prompts = config, rollout, rewards, prompts
         self.tasks, self.models = tasks, models
         seed, difficulty, reuse = config.trainer.seed, config.data.difficulty, config.trainer.reuse
@@ -285,6 +289,7 @@ class Collector:
         if self.buffer is not None:
             self.buffer.finish(step.version, [*new, *step.reused], step.useful)
         step.open = False
+        self._forget([*(group.uid for group in new), *step.dropped])
         return Finished(sorted(step.dropped), sorted(group.uid for group in step.reused))
 
     def state_dict(self) -> dict[str, Any]:
@@ -338,6 +343,18 @@ class Collector:
                 if group.state is GroupState.READY:
                     self.step.seen[group.uid] = group
         self._changes.notify()
+
+    def drop_turns_after(self, version: int) -> None:
+        """Drop the recorded turns of unfinished conversations that were sampled with weights after version `version`.
+
+        A run that continues from a checkpoint computes the later weights again.
+        """
+        if self.journal is not None:
+            self.journal.keep_until(version)
+
+    def _forget(self, uids: Iterable[int]) -> None:
+        if self.journal is not None:
+            self.journal.forget(uids)
 
     def prompts_of(self, batch: DataProto) -> list[Prompt]:
         """Return the prompt of each row of a batch that `answers` returned."""
@@ -460,6 +477,7 @@ class Collector:
                 await self._news()
         finally:
             self.in_flight.remove(flight)
+            self._forget(range(-count, 0))
         await with_model_scores(groups, self.models)
         batch = to_batch(groups, self.config.reward.components)
         self._check_failures(groups, batch)

@@ -175,12 +175,7 @@ def test_T1_an_agent_with_several_conversations_is_trained_on_each_answer_in_its
 
 def test_T6_weights_change_in_the_middle_of_conversations_and_each_token_knows_its_version(common, tmp_path):
     folder = Path(common[0].partition("=")[2]).parent
-    (folder / "slow.py").write_text(
-        GAME.replace("class Game:", "import time\n\n\nclass Game:").replace(
-            "reward = sum", "time.sleep(0.4)\n        reward = sum"
-        )
-    )
-    own = [f"rollout.environment={folder}/slow.py:Game", "trainer.deterministic=false", "trainer.total_steps=6"]
+    own = [f"rollout.environment={slow_game(folder)}:Game", "trainer.deterministic=false", "trainer.total_steps=6"]
     run = train(tmp_path / "run", *common, *own, "trainer.max_staleness=1", "algorithm=tis")
     assert run.status == 0, run.stderr
     mixed = 0
@@ -212,6 +207,59 @@ def test_T5_a_killed_environment_worker_or_engine_changes_no_result(common, undi
     assert run.survivors == []
     assert run.timeless() == undisturbed.timeless()
     assert run.samples() == undisturbed.samples()
+
+
+def test_T5_a_killed_driver_takes_the_recorded_turns_again(common, undisturbed, tmp_path):
+    """The log-prob of one recorded token is changed before the resume, so the samples show that the record was used."""
+    folder, output = Path(common[0].partition("=")[2]).parent, tmp_path / "run"
+    own = [*common, f"rollout.environment={slow_game(folder)}:Game", "placement.environment_workers=2"]
+    process = start(output, *own)
+    deadline = time.monotonic() + 200
+    while process.poll() is None and time.monotonic() < deadline:
+        recorded = [line for path in output.glob("turns/*.jsonl") for line in lines_of(path)]
+        if (output / "checkpoints/step_1/manifest.json").exists() and sum(line["turn"] == 1 for line in recorded) > 2:
+            break
+        time.sleep(0.01)
+    process.kill()
+    assert finish(process, output).status == -signal.SIGKILL
+    path = min(output.glob("turns/*.jsonl"))
+    first, *others = lines_of(path)
+    assert set(first["result"]["versions"]) == {1}
+    first["result"]["log_probs"][0] -= 0.5
+    path.write_text("".join(f"\n{json.dumps(line)}" for line in (first, *others)))
+    run = train(output, *own, "trainer.resume=auto")
+    assert run.status == 0, run.stderr
+    assert list(output.glob("turns/*")) == []
+    changed = []
+    for table, expected in zip(run.samples().values(), undisturbed.samples().values(), strict=True):
+        for row, other in zip(table.to_pylist(), expected.to_pylist(), strict=True):
+            gaps = [a - b for a, b in zip(row.pop("rollout_log_probs"), other.pop("rollout_log_probs"), strict=True)]
+            changed += [(int(path.stem), gap) for gap in gaps if gap and row["uid"] == int(path.stem)]
+            assert json.dumps(row) == json.dumps(other)
+    assert changed == [(int(path.stem), pytest.approx(-0.5, abs=1e-6))]
+
+
+def lines_of(path):
+    """Return the complete lines of a file of the journal of turns, which can be removed at any time."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in text.splitlines():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def slow_game(folder):
+    """Write the game with a pause in each step, and return the path of the file."""
+    path = folder / "slow.py"
+    game = GAME.replace("class Game:", "import time\n\n\nclass Game:")
+    path.write_text(game.replace("reward = sum", "time.sleep(0.4)\n        reward = sum"))
+    return path
 
 
 def pid_of(output, word):

@@ -150,6 +150,9 @@ class Collector:
     def __init__(self, pool):
         self.rollout, self.state_dict = pool, dict
 
+    def drop_turns_after(self, version):
+        pass
+
     async def answers(self, version):
         self.rollout.submit([[REQUEST]])
         assert [answer.key for answer in await self.rollout.poll()] == [REQUEST.key]

@@ -44,6 +44,9 @@ class FakeCollector:
         self.generated, self.counts = {}, []
         self.state_dict = lambda: {"waiting": len(log)}
 
+    def drop_turns_after(self, version):
+        pass
+
     async def answers(self, version):
         self.log.append(f"answers {version}")
         return answered(version)

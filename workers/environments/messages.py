@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from workers.rollout.turns import TurnFormat
@@ -76,9 +77,11 @@ class Environments:
         turn_format: Schemas of the tools, and the format of tool calls.
         limits: Limits of each trajectory.
         memory_mb: Maximum memory that an environment process may allocate after its start, in MB.
+        journal: Folder in which environment workers record the turns of unfinished trajectories.
     """
 
     source: EnvironmentSource
     turn_format: TurnFormat
     limits: Limits
     memory_mb: int
+    journal: Path

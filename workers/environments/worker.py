@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 from rltrain.base.background_tasks import outside_event_loop
@@ -13,9 +14,10 @@ from rltrain.rewards.loading import import_function
 from workers.environments.agent_endpoint import AgentEndpoint
 from workers.environments.agent_program import program_of, run_agent
 from workers.environments.engines import Connection, ReplicaClient, ReplicaGone
-from workers.environments.episode import run_episode
+from workers.environments.episode import Sampler, run_episode
 from workers.environments.mcp_tools import McpServer
 from workers.environments.messages import EnvironmentSource, EpisodeRequest, Limits
+from workers.environments.turn_journal import JournaledSampler, ObservationChanged, TurnJournal
 from workers.environments.user_environment import UserEnvironment
 
 IDLE_S = 0.0005  # Seconds between two checks whether trajectories that wait for the user's code can continue.
@@ -35,6 +37,7 @@ class EnvironmentWorker:
         name: Unique name with which the worker identifies itself to the replicas.
         source: Paths of the environment class and the tools, addresses of the MCP servers, and the agent program.
         limits: Limits on the turns, tokens and seconds of each trajectory.
+        journal: Folder in which the worker records the turns of unfinished trajectories.
         threaded: Whether the trajectories run in a separate thread. If `threaded` is False, the trajectories run only
             during `poll`.
         memory_mb: Maximum memory in MB that the process may allocate after the imports of the user's modules; None for
@@ -48,9 +51,17 @@ class EnvironmentWorker:
     records_events = True
 
     def __init__(
-        self, name: str, source: EnvironmentSource, limits: Limits, *, threaded: bool, memory_mb: int | None = None
+        self,
+        name: str,
+        source: EnvironmentSource,
+        limits: Limits,
+        journal: Path,
+        *,
+        threaded: bool,
+        memory_mb: int | None = None,
     ) -> None:
         self.name, self.limits, self.epoch = name, limits, 0
+        self.journal = TurnJournal(journal)
         path = source.environment
         self.make: Any = import_function(path, f"rollout.environment={path}", "class") if path else None
         self.tools: dict[str, Any] = {
@@ -116,9 +127,20 @@ class EnvironmentWorker:
             self.news.notify_all()
 
     async def _trajectory(self, replica: ReplicaClient, request: EpisodeRequest) -> Trajectory:
+        """Run one trajectory, which begins with the turns that the journal has of it.
+
+        If the environment no longer gives the recorded observations, the trajectory starts from its prompt again.
+        """
+        recorded = self.journal.turns(request.key)
+        try:
+            return await self._sampled(JournaledSampler(replica, self.journal, recorded), request)
+        except ObservationChanged:
+            return await self._sampled(JournaledSampler(replica, self.journal, []), request)
+
+    async def _sampled(self, engine: Sampler, request: EpisodeRequest) -> Trajectory:
         if self.program is not None:
-            return await run_agent(request, replica, self.program, self.endpoint, self.limits)
-        return await run_episode(request, replica, self._environment, self.limits)
+            return await run_agent(request, engine, self.program, self.endpoint, self.limits)
+        return await run_episode(request, engine, self._environment, self.limits)
 
     def _environment(self) -> UserEnvironment:
         return UserEnvironment(self.make, self.tools, self.limits.call_timeout_s)

@@ -94,9 +94,9 @@ def test_a_server_that_ends_is_a_failure_of_the_environment_and_the_next_call_st
     assert with_tools(COMMAND, use) == "3"
 
 
-def test_a_worker_that_closes_ends_the_server_that_it_started():
+def test_a_worker_that_closes_ends_the_server_that_it_started(tmp_path):
     limits = Limits(8, 50, 100, 10, 20, 60.0, 60.0)
-    worker = EnvironmentWorker("w", EnvironmentSource("", {}, {COMMAND: ["price"]}), limits, threaded=True)
+    worker = EnvironmentWorker("w", EnvironmentSource("", {}, {COMMAND: ["price"]}), limits, tmp_path, threaded=True)
     call = asyncio.run_coroutine_threadsafe(worker.tools["price"](fruit="pear"), worker.loop)
     assert call.result(60) == "4"
     (child,) = [one for one in psutil.Process().children() if str(FILE) in one.cmdline() and len(one.cmdline()) == 2]

@@ -9,13 +9,14 @@ ROOT = Path(__file__).parents[4]
 # The test runs in a new process, because a process cannot raise its own memory limit again.
 RUN = """
 import asyncio, json
+from pathlib import Path
 from tests.scripted_turns import REQUEST, Script, call, limits, say
 from workers.environments.episode import run_episode
 from workers.environments.messages import EnvironmentSource
 from workers.environments.worker import EnvironmentWorker
 
 tools = {name: "greedy_tools:" + name for name in ("hoard", "modest")}
-worker = EnvironmentWorker("w", EnvironmentSource("", tools), limits(), threaded=True, memory_mb=200)
+worker = EnvironmentWorker("w", EnvironmentSource("", tools), limits(), Path("turns"), threaded=True, memory_mb=200)
 engine = Script(call(("hoard", {})), call(("modest", {})), say("done"))
 found = asyncio.run(run_episode(REQUEST, engine, worker._environment, limits()))
 print(json.dumps([message["content"] for message in found.messages if message["role"] == "tool"]))

@@ -1,0 +1,168 @@
+"""The journal of unfinished trajectories: sampled turns that a trajectory takes again after a process was killed.
+
+Each sampled turn is written to a file before the environment sees the action. If the engine, the environment worker or
+the driver is killed, the trajectory starts again in a fresh environment, and its first turns are read from the journal
+instead of being sampled. The environment thus gets the recorded actions, and has to answer with the recorded
+observations. Where an observation differs, the recorded turns are dropped, and the trajectory starts from its prompt.
+
+A file holds the turns of one prompt group, with one line of JSON for each turn. The driver removes the file when the
+group is used or dropped.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rltrain.environments.tool_calls import BrokenCall, ParsedAction, ToolCall
+from workers.environments.episode import Sampler
+from workers.rollout.turns import TurnRequest, TurnResult
+
+logger = logging.getLogger(__name__)
+
+TrajectoryKey = tuple[int, int]
+
+
+class ObservationChanged(Exception):
+    """Raised in a trajectory whose environment did not answer the recorded actions with the recorded observations."""
+
+
+@dataclass(frozen=True)
+class RecordedTurn:
+    """A sampled turn in the journal.
+
+    Attributes:
+        request: Digest of the turn's request, which covers the context, the new messages and the limits.
+        result: The sampled action.
+    """
+
+    request: str
+    result: TurnResult
+
+
+class TurnJournal:
+    """Files with the turns of unfinished trajectories.
+
+    Args:
+        folder: Folder of the files. The folder is created when the first turn is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._writes = True
+
+    def turns(self, key: TrajectoryKey) -> list[RecordedTurn]:
+        """Return the recorded turns of a trajectory, in order and without gaps."""
+        found: list[RecordedTurn] = []
+        for line in _lines(self._file(key[0])):
+            if line["sample"] != key[1]:
+                continue
+            if line["turn"] <= len(found):  # A turn that was sampled again replaces the turn and all later turns.
+                found = [*found[: line["turn"]], RecordedTurn(line["request"], _result_of(line["result"]))]
+        return found
+
+    def add(self, request: TurnRequest, result: TurnResult) -> None:
+        """Write a sampled turn. If the file cannot be written, a warning is logged, and later turns are not written."""
+        if not self._writes:
+            return
+        uid, sample, turn = request.key
+        line = {"sample": sample, "turn": turn, "request": digest(request), "result": _state_of(result)}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._file(uid).open("a") as file:
+                # A killed process can leave an incomplete last line, so each record begins a new line.
+                file.write(f"\n{json.dumps(line)}")
+        except (OSError, TypeError, ValueError) as error:
+            self._writes = False
+            logger.warning("%s cannot be written (%s): killed trajectories will start again", self.folder, error)
+
+    def forget(self, uids: Iterable[int]) -> None:
+        """Remove the turns of prompt groups that are no longer in flight."""
+        for uid in uids:
+            self._file(uid).unlink(missing_ok=True)
+
+    def keep_until(self, version: int) -> None:
+        """Remove all turns with a token that was sampled with weights after version `version`.
+
+        A run that continues from a checkpoint calculates the later weights again, so these turns are no longer samples
+        of its policy. A turn after a removed turn is not read either.
+        """
+        for path in self.folder.glob("*.jsonl"):
+            lines = _lines(path)
+            kept = [line for line in lines if max(line["result"]["versions"], default=0) <= version]
+            if not kept:
+                path.unlink()
+            elif len(kept) < len(lines):
+                path.write_text("".join(f"\n{json.dumps(line)}" for line in kept))
+
+    def _file(self, uid: int) -> Path:
+        return self.folder / f"{uid}.jsonl"
+
+
+class JournaledSampler:
+    """A sampler that takes the first turns of one trajectory from the journal, and writes all later turns to it.
+
+    Args:
+        engine: The object that samples the turns that are not in the journal.
+        journal: The journal of the run.
+        recorded: The recorded turns of the trajectory.
+    """
+
+    def __init__(self, engine: Sampler, journal: TurnJournal, recorded: list[RecordedTurn]) -> None:
+        self.engine, self.journal, self.recorded = engine, journal, recorded
+
+    async def sample(self, request: TurnRequest) -> TurnResult:
+        """Return the recorded action of a turn, or sample the action and write it to the journal.
+
+        Raises:
+            ObservationChanged: the turn is in the journal, but for another context, other messages or other limits.
+        """
+        turn = request.key[2]
+        if turn < len(self.recorded):
+            if self.recorded[turn].request != digest(request):
+                raise ObservationChanged(f"turn {turn} of trajectory {request.key[:2]} has other messages than before")
+            return self.recorded[turn].result
+        result = await self.engine.sample(request)
+        if result.action is not None and not result.error:
+            self.journal.add(request, result)
+        return result
+
+
+def digest(request: TurnRequest) -> str:
+    """Return a digest of everything that decides the distribution of a turn's action, besides the weights."""
+    own = ("context_ids", "action_ids", "serial")
+    plain = {name: value for name, value in vars(request).items() if name not in own}
+    found = hashlib.sha256(json.dumps(plain, sort_keys=True, default=repr).encode())
+    for ids in (request.context_ids, request.action_ids):
+        found.update(array("q", [len(ids), *ids]).tobytes())
+    return found.hexdigest()
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a file of the journal, or no lines if the file cannot be read."""
+    lines = []
+    with contextlib.suppress(OSError):
+        for text in path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict)]
+
+
+def _state_of(result: TurnResult) -> dict[str, Any]:
+    """Convert a turn's result with an action to plain values, which JSON can represent."""
+    assert result.action is not None, "a turn without an action is not recorded"
+    calls = [asdict(call) for call in result.action.calls]
+    return vars(result) | {"action": {"content": result.action.content, "calls": calls}}
+
+
+def _result_of(state: Mapping[str, Any]) -> TurnResult:
+    """Convert the JSON form of a turn's result to a `TurnResult`."""
+    action = state["action"]
+    calls = [ToolCall(**call) if "arguments" in call else BrokenCall(**call) for call in action["calls"]]
+    parsed = ParsedAction(action["content"], calls)
+    return TurnResult(**{**state, "key": tuple(state["key"]), "action": parsed, "serial": 0})
