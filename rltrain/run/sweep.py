@@ -12,6 +12,7 @@ change the text. Each job gets these settings exactly as the user typed them, so
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.types import Quote, QuotedString
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -71,7 +73,7 @@ def sweep(overrides: Sequence[str], files: Sequence[str], console: Console) -> i
         hydra = Hydra.create_main_hydra2(task_name="rltrain", config_search_path=path)
         folder = hydra.compose_config("sweep", arguments, RunMode.MULTIRUN).hydra.sweep.dir
         # `hydra.sweep.dir` is passed to Hydra with its time stamp filled in, so that all jobs use the same folder.
-        arguments.append(f"hydra.sweep.dir={folder}")
+        arguments.append(_with_path("hydra.sweep.dir", folder))
         hydra.multirun("sweep", job, arguments, with_log_configuration=False)
     except (HydraException, OmegaConfBaseException) as error:
         text = " ".join(str(error).replace(_START, "").replace(_DOT, ".").split())
@@ -122,7 +124,8 @@ class Job:
         folder = Path(hydra.runtime.output_dir).absolute()
         overrides = [*(_with_dots(text) for text in hydra.overrides.task), *self.texts]
         files = [word for file in self.files for word in ("--config", file)]
-        status = _run([sys.executable, "-m", "rltrain.main", *files, *overrides, f"trainer.output_dir={folder}"])
+        output = _with_path("trainer.output_dir", str(folder))
+        status = _run([sys.executable, "-m", "rltrain.main", *files, *overrides, output])
         found = _objective(folder) if status == 0 else math.nan
         result = {
             "overrides": overrides,
@@ -133,6 +136,12 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / JOB_FILE).write_text(json.dumps(result), "utf-8")
         return found
+
+
+def _with_path(key: str, path: str) -> str:
+    """Return the setting KEY=PATH. Quote the path if it has characters that may have a meaning in Hydra's grammar."""
+    plain = re.fullmatch(r"[\w/.@:%+-]+", path, re.ASCII)
+    return f"{key}={path if plain else QuotedString(path, Quote.single).with_quotes()}"
 
 
 def _with_dots(text: str) -> str:
