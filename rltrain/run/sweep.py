@@ -5,10 +5,14 @@ installed sweeper. Hydra starts the jobs of a sweep either one after another or 
 `hydra/launcher=NAME` selects. Each job is a separate process that runs `python -m rltrain.main` with one value per key.
 Hydra must not compose rltrain's config, because Hydra's rules for keys differ from rltrain's rules. Hydra receives each
 config key as a single word; for example, `trainer.seed` becomes `set__trainer__seed`.
+
+Hydra does not receive the settings of keys with free text, such as `data.system_prompt`, because Hydra's grammar would
+change the text. Each job gets these settings exactly as the user typed them, so they are the same in all jobs.
 """
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,13 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.types import Quote, QuotedString
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rltrain.base.errors import ConfigError
 from rltrain.monitoring.json_lines import rows_of
 from rltrain.monitoring.sinks import EVALUATIONS, METRICS
 from rltrain.settings.config_groups import config_dir
+from rltrain.settings.overrides import sets_text
 from rltrain.settings.typed import require
 
 JOB_FILE = "sweep_job.json"
@@ -38,7 +45,7 @@ def sweep(overrides: Sequence[str], files: Sequence[str], console: Console) -> i
 
     Args:
         overrides: settings on the command line, of the form KEY=VALUE. Settings that begin with `hydra` are passed to
-            Hydra itself.
+            Hydra itself. Settings of keys with free text are passed to every run unchanged.
         files: the user's config files, which every run reads.
         console: rich console on which the table is printed.
 
@@ -55,17 +62,18 @@ def sweep(overrides: Sequence[str], files: Sequence[str], console: Console) -> i
     from hydra.types import RunMode
     from omegaconf.errors import OmegaConfBaseException
 
-    own = [_one_word_key(text) for text in overrides if not _is_hydras(text)]
+    texts = [word for word in overrides if sets_text(word)]
+    own = [_one_word_key(word) for word in overrides if not _is_hydras(word) and not sets_text(word)]
     arguments = [text for text in own if not text.startswith(_OUTPUT_WORD)]
     arguments += [f"hydra.sweep.dir={text.removeprefix(_OUTPUT_WORD)}" for text in own if text not in arguments]
     arguments += [text for text in overrides if _is_hydras(text)]
-    job = Job([str(Path(file).expanduser().absolute()) for file in files])
+    job = Job([str(Path(file).expanduser().absolute()) for file in files], texts)
     try:
         path = create_config_search_path(str(config_dir()))
         hydra = Hydra.create_main_hydra2(task_name="rltrain", config_search_path=path)
         folder = hydra.compose_config("sweep", arguments, RunMode.MULTIRUN).hydra.sweep.dir
         # `hydra.sweep.dir` is passed to Hydra with its time stamp filled in, so that all jobs use the same folder.
-        arguments.append(f"hydra.sweep.dir={folder}")
+        arguments.append(_with_path("hydra.sweep.dir", folder))
         hydra.multirun("sweep", job, arguments, with_log_configuration=False)
     except (HydraException, OmegaConfBaseException) as error:
         text = " ".join(str(error).replace(_START, "").replace(_DOT, ".").split())
@@ -93,10 +101,12 @@ class Job:
 
     Args:
         files: absolute paths of the config files that every run reads.
+        texts: settings of keys with free text, which every run gets as the user typed them.
     """
 
-    def __init__(self, files: Sequence[str]) -> None:
+    def __init__(self, files: Sequence[str], texts: Sequence[str] = ()) -> None:
         self.files = list(files)
+        self.texts = list(texts)
 
     def __call__(self, _: Any) -> float:
         """Run one job of the sweep in a separate process.
@@ -112,9 +122,10 @@ class Job:
 
         hydra = HydraConfig.get()
         folder = Path(hydra.runtime.output_dir).absolute()
-        overrides = [_with_dots(text) for text in hydra.overrides.task]
+        overrides = [*(_with_dots(text) for text in hydra.overrides.task), *self.texts]
         files = [word for file in self.files for word in ("--config", file)]
-        status = _run([sys.executable, "-m", "rltrain.main", *files, *overrides, f"trainer.output_dir={folder}"])
+        output = _with_path("trainer.output_dir", str(folder))
+        status = _run([sys.executable, "-m", "rltrain.main", *files, *overrides, output])
         found = _objective(folder) if status == 0 else math.nan
         result = {
             "overrides": overrides,
@@ -125,6 +136,12 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / JOB_FILE).write_text(json.dumps(result), "utf-8")
         return found
+
+
+def _with_path(key: str, path: str) -> str:
+    """Return the setting KEY=PATH. Quote the path if it has characters that may have a meaning in Hydra's grammar."""
+    plain = re.fullmatch(r"[\w/.@:%+-]+", path, re.ASCII)
+    return f"{key}={path if plain else QuotedString(path, Quote.single).with_quotes()}"
 
 
 def _with_dots(text: str) -> str:
@@ -164,7 +181,8 @@ def show_results(folder: Path, console: Console) -> int:
     for job in jobs:
         settings = " ".join(text for text in job["overrides"] if text not in same)
         result = "" if job["objective"] is None else f"{job['objective']:.4g}"
-        table.add_row(settings, str(job["status"]), result, job["output_dir"])
+        # `Text` prevents rich from reading brackets in settings and paths as markup.
+        table.add_row(Text(settings), str(job["status"]), result, Text(job["output_dir"]))
     console.print(table)
     console.print(
         f"result: last value of the metric that trainer.keep_best names, or of {' or '.join(OBJECTIVES)} if "

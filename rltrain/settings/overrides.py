@@ -81,6 +81,12 @@ class Removal:
 Item = Choice | Setting | Removal
 
 
+def sets_text(text: str) -> bool:
+    """Return whether a word of the command line has the form KEY=VALUE and KEY is one of `TEXT_KEYS`."""
+    key, equals, _ = text.lstrip("+").partition("=")
+    return bool(equals) and key in TEXT_KEYS
+
+
 def from_command_line(text: str) -> Item:
     """Parse one word of the command line, such as `algorithm=ppo` or `trainer.seed=1`.
 
@@ -95,9 +101,9 @@ def from_command_line(text: str) -> Item:
     Raises:
         ConfigError: `text` is not a valid setting.
     """
-    typed_key, equals, value = text.lstrip("+").partition("=")
-    if equals and typed_key in TEXT_KEYS:
-        return Setting(typed_key, _as_typed(value))
+    if sets_text(text):
+        text_key, _, value = text.lstrip("+").partition("=")
+        return Setting(text_key, _as_typed(value))
     override = _parse_override(text)
     key = override.key_or_group
     if key.split(".")[0].split("/")[0] == "hydra":

@@ -32,7 +32,7 @@ ELSEWHERE = {
     "python my_server.py": "tests/unit/workers/environments/test_mcp_tools.py, which starts MCP servers",
     "path: http://127.0.0.1:8000/v1}": "tests/unit/test_distillation_in_process.py, which starts an endpoint",
     "path: judge": "tests/unit/rewards/test_judge.py, which starts an endpoint",
-    "rltrain.main -m": "tests/unit/run/test_sweep.py",
+    "rltrain.main -m": "tests/e2e/test_sweep.py",
     "sbatch": "tests/cluster/test_slurm.py",
     "ray ": "tests/cluster/test_guide.py",
     "rollout.vllm.arguments": "tests/cluster/test_guide.py",

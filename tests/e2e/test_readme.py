@@ -94,7 +94,7 @@ def test_a_command_of_a_document_is_accepted(document, arguments, tmp_path):
         str(ROOT / file if (ROOT / file).exists() else written_file(document, file, tmp_path)) for file in args.files
     ]
     if args.action == "sweep":
-        assert any("," in text for text in args.overrides)  # tests/unit/run/test_sweep.py runs sweeps.
+        assert any("," in text for text in args.overrides)  # tests/e2e/test_sweep.py runs sweeps.
         return
     check_algorithm(compose(args.overrides, files)[0])
 

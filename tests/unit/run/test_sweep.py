@@ -1,6 +1,7 @@
 """Tests of sweeps without training.
 
 Instead of starting a job, a fake function records the job's command and writes the job's metrics.
+tests/e2e/test_sweep.py runs sweeps with real jobs.
 """
 
 import json
@@ -13,7 +14,9 @@ from rich.console import Console
 from rltrain.base.errors import ConfigError
 from rltrain.run import sweep as module
 from rltrain.run.sweep import Job, sweep
-from rltrain.settings.overrides import from_command_line
+from rltrain.settings.command_line import parse_args
+from rltrain.settings.compose import compose
+from rltrain.settings.overrides import TEXT_KEYS, from_command_line
 
 
 @pytest.fixture
@@ -27,7 +30,8 @@ def jobs(tmp_path, monkeypatch):
     def run(command):
         started.append(command)
         settings = dict(word.split("=", 1) for word in command if "=" in word)
-        folder, seed = Path(settings["trainer.output_dir"]), int(settings.get("trainer.seed", 0))
+        folder = Path(from_command_line(command[-1]).value)
+        seed = int(settings.get("trainer.seed", 0))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(f"trainer: {{keep_best: {settings.get('trainer.keep_best', 'null')}}}")
         (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25}\n')
@@ -62,6 +66,52 @@ def test_values_with_brackets_and_quotes_mean_the_same_to_each_run(jobs):
     sweep(["reward.functions=[a.py:f,b.py:g]", "model.path='a b','c,d'", "trainer.seed=range(1,3)"], [], console())
     read = [[from_command_line(word).value for word in settings_of(command)[:3]] for command in jobs]
     assert read == [[["a.py:f", "b.py:g"], path, seed] for path in ("a b", "c,d") for seed in (1, 2)]
+
+
+def config_of(command):
+    """Compose the config of a job from the job's command, as the job itself does."""
+    args = parse_args(settings_of(command))
+    return compose(args.overrides, args.files)[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Be brief.", "{question} Think.", "a,b", "a, {b}", "choice(a,b)", "'quoted'", 'say "yes"', "it's", "# x",
+        "x: y # z", "a=b", "[/INST]", "{{", "${trainer.seed} ${", " two  spaces ", r"\boxed{{}} \\", r"a\nb", r"a\\neq",
+        "null", "1e3", "é 🙂", "\n", "\t", "range(1,3)",
+    ],
+)  # fmt: skip
+def test_each_run_of_a_sweep_has_the_free_text_that_a_single_run_has(jobs, text):
+    words = [f"{key}={text}" for key in sorted(TEXT_KEYS)]
+    sweep([*words, "trainer.seed=1,2", "actor.lr=1e-5"], [], console())
+    alone = compose(words)[0].data
+    assert [config_of(command).trainer.seed for command in jobs] == [1, 2]
+    assert [config_of(command).data for command in jobs] == [alone, alone]
+
+
+def test_free_text_of_the_command_line_overrides_a_config_file_in_each_run_and_the_last_text_counts(jobs, tmp_path):
+    (tmp_path / "my.yaml").write_text("data: {prompt: '{q}', system_prompt: old}")
+    words = ["trainer.seed=1,2", "data.system_prompt=Be brief.", "+data.system_prompt=Be {very} brief."]
+    sweep(words, ["my.yaml"], console())
+    assert [config_of(command).data.prompt for command in jobs] == ["{q}"] * 2
+    assert [config_of(command).data.system_prompt for command in jobs] == ["Be {very} brief."] * 2
+
+
+def test_the_free_text_of_a_run_is_in_its_record_and_in_the_table(jobs, tmp_path):
+    shown, words = console(), ["trainer.seed=1", "data.system_prompt=[bold] {x} [/INST]", "trainer.output_dir=out"]
+    assert sweep(words, [], shown) == 0
+    assert json.loads((tmp_path / "out/0/sweep_job.json").read_text())["overrides"] == words[:2]
+    assert " ".join(words[:2]) in shown.export_text()
+
+
+@pytest.mark.parametrize("word", ["trainer.output_dir='my, (runs)'", "hydra.sweep.dir='my, (runs)'"])
+def test_the_folder_of_a_sweep_may_contain_any_character(jobs, tmp_path, monkeypatch, word):
+    (tmp_path / "it's {here}").mkdir()
+    monkeypatch.chdir(tmp_path / "it's {here}")
+    assert sweep(["trainer.seed=1,2", word], [], console()) == 0
+    folders = [f"{tmp_path}/it's {{here}}/my, (runs)/{number}" for number in (0, 1)]
+    assert [config_of(command).trainer.output_dir for command in jobs] == folders
 
 
 def test_config_files_apply_to_every_run_from_any_folder(jobs, tmp_path):
@@ -113,4 +163,5 @@ def test_hydras_own_settings_go_to_hydra(jobs, tmp_path):
 def test_a_launcher_that_pickles_its_jobs_can_start_them(tmp_path):
     import pickle
 
-    assert pickle.loads(pickle.dumps(Job(["/a.yaml"]))).files == ["/a.yaml"]
+    job = pickle.loads(pickle.dumps(Job(["/a.yaml"], ["data.prompt={q}"])))
+    assert (job.files, job.texts) == (["/a.yaml"], ["data.prompt={q}"])
