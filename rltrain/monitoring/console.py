@@ -360,12 +360,17 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 
 def _score_text(batch: DataProto, row: int, components: Sequence[str]) -> str:
-    """Return the reward of a row as text, with the score of each function if the run has several reward functions."""
+    """Return the reward of a row as text, with the score of each function if the run has several reward functions.
+
+    The text is "failed" if the row's reward failed, and "none" in a run without rewards.
+    """
     scores = batch.batch["reward_components"][row].tolist()
     # The column `valid` cannot be used to detect failed rewards, because `valid` is also False for rows that have a
     # score but are excluded from the statistics.
-    if all(math.isnan(score) for score in scores):
+    if batch.non_tensor_batch["reward_error"][row] or (scores and all(math.isnan(score) for score in scores)):
         return "failed"
+    if not scores:
+        return "none"
     total = f"{float(batch.batch['scores'][row]):g}"
     parts = [f"{name} {score:g}" for name, score in zip(components, scores, strict=False) if not math.isnan(score)]
     return f"{total}  ({', '.join(parts)})" if len(scores) > 1 else total

@@ -148,18 +148,13 @@ class RewardConfig:
     )
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.components),
-            "functions is empty, and models is empty too: name a function or a model, as in "
-            "reward.functions=[my_reward.py:score]",
-        )
         names = [component.name for component in self.components]
         require(
-            any(c.weight for c in self.components),
+            not self.components or any(c.weight for c in self.components),
             "functions, models: all weights are 0, so nothing is learnt; set at least one weight",
         )
         require(
-            any(c.weight and c.outcome for c in self.components),
+            not self.components or any(c.weight and c.outcome for c in self.components),
             "functions, models: no function or model with a nonzero weight has outcome=true, so nothing says "
             "whether the task was solved; set outcome=true for one",
         )

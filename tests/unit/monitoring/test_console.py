@@ -63,6 +63,14 @@ def test_a_cut_answer_that_is_in_no_statistic_is_shown_with_its_score_and_has_no
     assert "reward  failed" in shown(sample(valid=False))
 
 
+def test_a_sample_of_a_run_without_rewards_is_shown_without_a_score():
+    without = {"reward_components": torch.zeros(1, 0)}
+    for error, text in (("", "none"), ("reset raised", "failed")):
+        made = sample(error=error)
+        changed = DataProto.from_dict({**made.batch, **without}, made.non_tensor_batch)
+        assert f"reward  {text}" in shown(changed)
+
+
 def test_failed_rewards_are_told_at_the_first_step_that_has_any_and_then_now_and_then():
     where = console()
     display = ConsoleDisplay(30, 0, where)
