@@ -112,7 +112,8 @@ class RewardConfig:
     """Settings of the reward functions and reward models, their resource limits, and the treatment of failures."""
 
     functions: list[RewardFunctionConfig] = key(
-        "List of reward functions, each given as a mapping or only by its path."
+        "List of reward functions, each given as a mapping or only by its path. The default is the reward of the "
+        "built-in task; for other data in data.train, the default is an empty list."
     )
     models: list[RewardModelConfig] = key("List of reward models, each given as a mapping or only by its path.")
     aggregation: str = key(
