@@ -274,6 +274,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
         curve=curve,
         overrides=[*(f"--config={file}" for file in args.files), *args.overrides],
         finished=status == 0,
+        rewarded=bool(config.reward.components),
     )
     return status
 

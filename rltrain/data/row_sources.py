@@ -18,8 +18,8 @@ from rltrain.data.row_files import ENDINGS, find_path, path_rows
 from rltrain.data.row_functions import function_rows, load_row_function
 from rltrain.data.rows import Rows
 from rltrain.settings.typed import require
+from rltrain.tasks import BUILTIN
 
-BUILTIN = "builtin:"
 BUILTIN_TRAIN_ROWS = 8192
 BUILTIN_VAL_ROWS = 512
 Split = Literal["train", "val"]

@@ -360,12 +360,17 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 
 def _score_text(batch: DataProto, row: int, components: Sequence[str]) -> str:
-    """Return the reward of a row as text, with the score of each function if the run has several reward functions."""
+    """Return the reward of a row as text, with the score of each function if the run has several reward functions.
+
+    The text is "failed" if the row's reward failed, and "none" in a run without rewards.
+    """
     scores = batch.batch["reward_components"][row].tolist()
     # The column `valid` cannot be used to detect failed rewards, because `valid` is also False for rows that have a
     # score but are excluded from the statistics.
-    if all(math.isnan(score) for score in scores):
+    if batch.non_tensor_batch["reward_error"][row] or (scores and all(math.isnan(score) for score in scores)):
         return "failed"
+    if not scores:
+        return "none"
     total = f"{float(batch.batch['scores'][row]):g}"
     parts = [f"{name} {score:g}" for name, score in zip(components, scores, strict=False) if not math.isnan(score)]
     return f"{total}  ({', '.join(parts)})" if len(scores) > 1 else total
@@ -381,8 +386,13 @@ def summary(
     curve: Path | None,
     overrides: Sequence[str],
     finished: bool,
+    rewarded: bool = True,
 ) -> None:
-    """Print the results of training, the paths of the result files, and a shell command to run next."""
+    """Print the results of training, the paths of the result files, and a shell command to run next.
+
+    A run without rewards (`rewarded` is False) gets no command that trains with another algorithm, because other
+    algorithms need rewards.
+    """
     title = "Done" if finished else "Stopped early"
     counted = "1 step" if steps == 1 else f"{steps} steps"
     console.print(f"\n[bold]{title}[/] after {counted}, {seconds:.0f} s", highlight=False)
@@ -397,8 +407,13 @@ def summary(
     ):
         if path is not None and path.exists():
             console.print(Text(f"{name + ':':<16}{path}"), soft_wrap=True)
-    what, command = ("next:", next_command) if finished else ("to go on:", resume_command)
-    console.print(Text(f"{what:<16}{command(overrides, output_dir)}"), soft_wrap=True)
+    if not finished:
+        commands = [resume_command(overrides, output_dir)]
+    else:
+        commands = [*[next_command(overrides)] * rewarded, *board_command(output_dir)]
+    for number, command in enumerate(commands):
+        what = "" if number else "next:" if finished else "to go on:"
+        console.print(Text(f"{what:<16}{command}"), soft_wrap=True)
 
 
 def _before_and_after(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> Table:
@@ -432,13 +447,13 @@ def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
     return f"{shlex.quote(sys.executable)} -m rltrain.main {' '.join(map(shlex.quote, words))}"
 
 
-def next_command(overrides: Sequence[str], output_dir: Path) -> str:
-    """Return a shell command that trains with another algorithm on the same data, and a TensorBoard command.
+def next_command(overrides: Sequence[str]) -> str:
+    """Return a shell command that trains with another algorithm on the same data.
 
     `next_command` omits all overrides of keys in the config section `algorithm` from the training command, because
     another algorithm may not accept the overrides. `next_command` omits the override of `data.sft_response` from the
     training command, because rltrain refuses `data.sft_response` if `algorithm.sft_coef` is 0, as it is without
-    overrides. The command for TensorBoard is returned only if the run has a folder `tensorboard`.
+    overrides.
     """
     tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
     other = "ppo" if tried == "grpo" else "grpo"
@@ -451,11 +466,19 @@ def next_command(overrides: Sequence[str], output_dir: Path) -> str:
         if key not in of_this_run and not key.lstrip("+~").startswith("algorithm.")
     ]
     command = " ".join(map(shlex.quote, [f"algorithm={other}", *rest]))
+    return f"{shlex.quote(str(_python()))} -m rltrain.main {command}"
+
+
+def board_command(output_dir: Path) -> list[str]:
+    """Return the shell command that starts TensorBoard, or [] if the run has no folder `tensorboard`.
+
+    The folder `tensorboard` is missing if `trainer.trackers` does not contain `tensorboard`.
+    """
+    board = shlex.quote(str(_python().with_name("tensorboard")))
+    return [f"{board} --logdir {shlex.quote(str(output_dir.parent))}"] if (output_dir / "tensorboard").is_dir() else []
+
+
+def _python() -> Path:
+    """Return the path of the running Python interpreter, relative to the working directory if it lies inside."""
     python = Path(sys.executable)
-    python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
-    board = shlex.quote(str(python.with_name("tensorboard")))
-    lines = [f"{shlex.quote(str(python))} -m rltrain.main {command}"]
-    # The folder `tensorboard` is missing if `trainer.trackers` does not contain `tensorboard`.
-    if (output_dir / "tensorboard").is_dir():
-        lines.append(f"{'':<16}{board} --logdir {shlex.quote(str(output_dir.parent))}")
-    return "\n".join(lines)
+    return python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python

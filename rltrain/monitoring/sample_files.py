@@ -104,9 +104,9 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
     The columns of the table include texts, token ids, log-probs, scores, advantages and finish reasons. The column
     `reward_components` maps the name of each reward function and reward model to its score for the sample. The score of
     a reward function is null if the function does not apply to the sample or if the sample's reward failed. In a run
-    with an environment, the column `messages` holds the conversation as JSON. In a run with an environment, the columns
-    `turns`, `contexts` and `tool_calls` hold counts, and the column `stop_reason` holds the reason why the conversation
-    ended.
+    without rewards, the whole column `reward_components` is null. In a run with an environment, the column `messages`
+    holds the conversation as JSON. In a run with an environment, the columns `turns`, `contexts` and `tool_calls` hold
+    counts, and the column `stop_reason` holds the reason why the conversation ended.
     """
     objects = batch.non_tensor_batch
     offsets = batch.offsets("responses")
@@ -119,7 +119,8 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
         "finish_reason": objects["finish_reason"].tolist(),
         "reward_error": objects["reward_error"].tolist(),
         "reward_components": [
-            {name: None if math.isnan(score) else score for name, score in zip(components, row, strict=True)}
+            # A run without rewards has null in each row, because Parquet has no mapping without names.
+            {name: None if math.isnan(score) else score for name, score in zip(components, row, strict=True)} or None
             for row in batch.batch["reward_components"].tolist()
         ],
     }

@@ -29,7 +29,7 @@ from rltrain.data.model_directory import (
 from rltrain.data.model_weights import BUILTIN_MODEL, check_engine_files, check_weights
 from rltrain.data.prompt_form import template_parts
 from rltrain.data.prompt_pools import most_in_flight
-from rltrain.data.row_sources import BUILTIN, check_source
+from rltrain.data.row_sources import check_source
 from rltrain.monitoring.trackers.loading import check_trackers
 from rltrain.rewards.loading import AGGREGATIONS, check_aggregation, is_environment_reward, load_function
 from rltrain.rewards.sandbox import LEVELS, SandboxError, weakness
@@ -37,7 +37,7 @@ from rltrain.run.stored_runs import check_stored_run
 from rltrain.settings.algorithm_rules import check_algorithm, needs_critic
 from rltrain.settings.schema import Config, DataConfig, RolloutConfig, TrainerConfig
 from rltrain.settings.typed import require
-from rltrain.tasks import TASKS, BuiltinTask
+from rltrain.tasks import BUILTIN, TASKS, BuiltinTask
 
 ENGINES = ("vllm", "hf", "stored")
 # Names of files and folders that a run writes. An output folder that contains a file or folder with a name in

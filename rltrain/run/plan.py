@@ -242,7 +242,14 @@ def _teachers(config: Config, facts: Facts) -> str:
     how = f"{kl} in the {'advantages' if distillation.in_reward else 'loss'}, coefficient {distillation.coef:g}"
     column = "" if distillation.teacher_column is None else f"; column {distillation.teacher_column} names the teacher"
     rewards = f"the advantages from rewards are multiplied by {distillation.outcome_coef:g}"
-    return f"{', '.join(parts)}{column}; {how}; {'rewards are only measured' if distillation.alone else rewards}"
+    return f"{', '.join(parts)}{column}; {how}; {_measured(config) if distillation.alone else rewards}"
+
+
+def _measured(config: Config) -> str:
+    """Describe the rewards of a run whose policy learns from teachers alone."""
+    if not config.reward.components:
+        return "without rewards"
+    return f"rewards are only measured ({', '.join(config.reward.names)})"
 
 
 def _off_policy(config: Config, facts: Facts) -> str:
@@ -408,10 +415,11 @@ def _size(parameters: int) -> str:
 def _answers(config: Config) -> str:
     rollout = config.rollout
     engine = {"vllm": "vLLM", "hf": "transformers", "stored": f"answers of {rollout.run}"}[rollout.engine]
+    scored = f"scored by {', '.join(config.reward.names)}" if config.reward.components else "not scored"
     ends = f" or up to {' or '.join(map(repr, rollout.stop))}" if rollout.stop else ""
     return (
         f"{engine}, temperature {rollout.temperature:g}; prompts <= {rollout.max_prompt_length:,} tokens, answers <= "
-        f"{rollout.max_response_length:,}{ends}; scored by {', '.join(c.name for c in config.reward.components)}"
+        f"{rollout.max_response_length:,}{ends}; {scored}"
     )
 
 

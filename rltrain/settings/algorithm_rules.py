@@ -52,6 +52,7 @@ def check_algorithm(config: Config) -> None:
     algorithm = config.algorithm
     _check_name(ADVANTAGE_ESTIMATORS, "advantage_estimator", algorithm.advantage_estimator)
     _check_name(POLICY_LOSSES, "loss_mode", algorithm.loss_mode)
+    _check_has_rewards(config)
     estimator = ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)
     weights = {"weights": [c.weight for c in config.reward.components]} if _has_knob(estimator, "weights") else {}
     _check_knobs("advantage", algorithm.advantage_estimator, [estimator], weights | algorithm.advantage, config)
@@ -72,6 +73,32 @@ def check_algorithm(config: Config) -> None:
     _check_supervised(config)
     _check_warmup(config)
     _check_positive_examples(config)
+
+
+def _check_has_rewards(config: Config) -> None:
+    """Raise ConfigError if the run has neither reward functions nor reward models, but uses rewards.
+
+    A run uses rewards to train the policy, unless the policy learns from teachers alone. `data.difficulty` and
+    `trainer.reuse` use rewards to choose prompts and groups, and some advantage estimators read the score of each
+    reward function.
+    """
+    algorithm = config.algorithm
+    users = {
+        "training": not algorithm.distillation.alone,
+        "data.difficulty": config.data.difficulty is not None,
+        "trainer.reuse": config.trainer.reuse is not None,
+        f"algorithm.advantage_estimator={algorithm.advantage_estimator}": "reward_components" in _columns(algorithm),
+    }
+    user = next((name for name, uses in users.items() if uses), None)
+    if config.reward.components or user is None:
+        return
+    with_environment = config.rollout.environment or config.rollout.agent
+    names = [*["environment_reward"] * bool(with_environment), "exact_match", "numeric_match"]
+    raise ConfigError(
+        f"data.train={config.data.train} without a reward: reward.functions and reward.models are empty, but {user} "
+        f"needs scores of the answers; set {', '.join(f'reward.functions=[{name}]' for name in names)}, or a function "
+        "of your own, as in reward.functions=[my_reward.py:score]"
+    )
 
 
 def _columns(algorithm: AlgorithmConfig) -> tuple[str, ...]:

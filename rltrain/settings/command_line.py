@@ -10,6 +10,9 @@ from typing import Literal
 
 from rltrain.base.errors import ConfigError
 from rltrain.settings.config_groups import choices, group_names
+from rltrain.settings.other_names import name_here
+from rltrain.settings.schema import Config
+from rltrain.settings.typed import keys
 
 Action = Literal["run", "plan", "check", "config", "sweep", "help"]
 
@@ -79,14 +82,43 @@ def parse_args(argv: Sequence[str]) -> Args:
                 raise ConfigError("--config: no file; write --config FILE.yaml")
             files.append(value)
         elif word.startswith("-"):
-            raise ConfigError(
-                f"unknown flag '{word}': the flags are --help, --cfg, --plan, --check, --config FILE and --multirun; "
-                "settings are written KEY=VALUE"
-            )
+            raise _unknown_flag(word, next(words, ""))
         elif not (word == "job" and found and found[-1] == "config"):
             overrides.append(word)
     actions: tuple[Action, ...] = ("help", "sweep", "config", "check", "plan")
     return Args(next((action for action in actions if action in found), "run"), overrides, files)
+
+
+def _unknown_flag(word: str, following: str) -> ConfigError:
+    """Return the ConfigError for a word that looks like a flag but is none.
+
+    If a config key of rltrain or an option of another trainer has the flag's name, the error message names the config
+    key to set.
+
+    Args:
+        word: the flag as typed, such as `--learning_rate` or `--beta=0.1`.
+        following: the next word on the command line, which can be the flag's value; "" if there is none.
+    """
+    flag, equals, value = word.partition("=")
+    option, known = flag.lstrip("-").replace("-", "_"), [*group_names(), *keys(Config)]
+    ends = [key for key in known if key.endswith(f".{option}")]
+    key, note = option if option in known else "", ""
+    if not key and (name := name_here(option)) is not None:
+        key, note = name.key, name.note
+    elif not key and len(ends) == 1:
+        key = ends[0]
+    if not key:
+        return ConfigError(
+            f"unknown flag '{word}': the flags are --help, --cfg, --plan, --check, --config FILE and --multirun; "
+            "settings are written KEY=VALUE"
+        )
+    if not equals:
+        value = "" if following.startswith("-") or "=" in following else following
+    # A note says that the option and the config key differ in meaning or unit, so the value may not fit the config key.
+    return ConfigError(
+        f"unknown flag '{flag}': rltrain's name for it is '{key}'{note}; settings are written without dashes, as in "
+        f"{key}={value if value and not note else 'VALUE'}"
+    )
 
 
 def usage() -> str:

@@ -28,7 +28,7 @@ from rltrain.settings.overrides import (
 )
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import parse
-from rltrain.tasks import TASKS, ConversationTask
+from rltrain.tasks import BUILTIN, TASKS, ConversationTask
 
 
 def compose(overrides: Sequence[str], files: Sequence[str] = ()) -> tuple[Config, str]:
@@ -56,34 +56,46 @@ def compose(overrides: Sequence[str], files: Sequence[str] = ()) -> tuple[Config
 
 def _items(overrides: Sequence[str], files: Sequence[str]) -> list[Item]:
     from_files = [item for file in files for item in from_file(file)]
-    return _with_profile([*from_files, *map(from_command_line, overrides)])
+    items = [*from_files, *map(from_command_line, overrides)]
+    return [*_default_choices(items), *items]
 
 
 def choices_of(overrides: Sequence[str], files: Sequence[str] = ()) -> list[str]:
     """Return the user's choices in config groups, each as a command-line setting `GROUP=CHOICE`.
 
-    If the user chooses no profile, but the user's model or task needs a profile other than the default, `choices_of`
-    adds the choice of the needed profile.
+    If the user chooses no profile or no reward, but the user's model, task or data needs another choice than the
+    default, `choices_of` adds the needed choice.
     """
     return [f"{group}={choice}" for group, choice in chosen(_items(overrides, files)).items()]
 
 
-def _with_profile(items: list[Item]) -> list[Item]:
-    """Return the user's settings, with a profile added if the user's model or task needs a profile other than the
-    default profile.
+def _default_choices(items: list[Item]) -> list[Item]:
+    """Return the choices of config groups that follow from the user's settings, where `config/train.yaml` has other
+    defaults.
 
-    If the settings select no profile and `model.path` is not `builtin`, `profile=instruct` is inserted as the first
-    setting. If the settings select no profile, the model is `builtin`, and the task is a built-in task with several
-    turns, `profile=conversation` is inserted as the first setting.
+    - `profile=instruct` if `model.path` is not `builtin`, and otherwise `profile=conversation` if the task is a
+      built-in task with several turns.
+    - `reward=none` if `data.train` is not a built-in task, because the reward of a built-in task is wrong for other
+      data.
+
+    A group in which the user chooses is left out. `reward=none` is also left out if the user sets `reward.functions`.
     """
-    if "profile" in chosen(items):
-        return items
-    paths = [item.value for item in items if isinstance(item, Setting) and item.key == "model.path"]
-    own_model = bool(paths) and paths[-1] != "builtin"
-    if own_model:
-        return [Choice("profile", "instruct"), *items]
-    task = TASKS.get(chosen(items).get("data", ""))
-    return [Choice("profile", "conversation"), *items] if isinstance(task, ConversationTask) else items
+    taken = chosen(items)
+    found: list[Item] = []
+    if "profile" not in taken:
+        if _last(items, "model.path", "builtin") != "builtin":
+            found.append(Choice("profile", "instruct"))
+        elif isinstance(TASKS.get(taken.get("data", "")), ConversationTask):
+            found.append(Choice("profile", "conversation"))
+    own_data = not str(_last(items, "data.train", BUILTIN)).startswith(BUILTIN)
+    if own_data and "reward" not in taken and _last(items, "reward.functions", None) is None:
+        found.append(Choice("reward", "none"))
+    return found
+
+
+def _last(items: list[Item], key: str, default: Any) -> Any:
+    """Return the value that the user's last setting of a config key gives, or `default` if the user sets no value."""
+    return next((item.value for item in reversed(items) if isinstance(item, Setting) and item.key == key), default)
 
 
 def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dict[str, Any]:

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 class Name:
     """The names of one setting in rltrain and in other trainers.
 
+    If another trainer has several options for the setting, their names are separated by spaces.
+
     Attributes:
         key: rltrain's config key for the setting.
-        trl: name of the setting in TRL's GRPOConfig; "" if TRL has no such setting.
-        verl: name of the setting in verl; "" if verl has no such setting.
-        openrlhf: name of the setting's flag in OpenRLHF, without the leading dashes; "" if OpenRLHF has no such flag.
+        trl: names of the setting in TRL's GRPOConfig; "" if TRL has no such setting.
+        verl: names of the setting in verl; "" if verl has no such setting.
+        openrlhf: names of the setting's flags in OpenRLHF, without the leading dashes; "" if OpenRLHF has no such flag.
         hint: how rltrain's key differs in meaning or unit from the options of TRL, verl and OpenRLHF; "" if there is no
             difference.
     """
@@ -32,12 +34,23 @@ class Name:
         """The text of `hint` in brackets, to be put at the end of an error message; "" if there is no hint."""
         return f" ({self.hint})" if self.hint else ""
 
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The names of the setting in all other trainers."""
+        return (*self.trl.split(), *self.verl.split(), *self.openrlhf.split())
+
+    def matches(self, option: str) -> bool:
+        """Return whether another trainer has an option called `option`, or a verl option that ends in `.option`."""
+        return option in self.others or any(name.endswith(f".{option}") for name in self.verl.split())
+
 
 NAMES = (
     Name("model.path", "model_name_or_path", "actor_rollout_ref.model.path", "pretrain"),
     Name("data.train", "dataset_name", "data.train_files", "prompt_data"),
     Name("data.val", "eval_dataset", "data.val_files", "eval_dataset"),
     Name("data.prompt", "", "data.prompt_key", "input_key"),
+    Name("data.shuffle", "shuffle_dataset"),
+    Name("data.chat", openrlhf="apply_chat_template", hint="data.chat is auto, always or never"),
     Name(
         "data.sft_response",
         "",
@@ -46,17 +59,18 @@ NAMES = (
     ),
     Name(
         "reward.functions",
-        "reward_funcs",
+        "reward_funcs reward_weights",
         "custom_reward_function.path",
         "remote_rm_url",
-        "reward.functions takes a list of functions",
+        "reward.functions takes a list of functions, each with an optional weight",
     ),
+    Name("reward.models", "", "reward_model.model.path", "reward_pretrain", "reward.models takes a list of models"),
     Name("actor.lr", "learning_rate", "actor_rollout_ref.actor.optim.lr", "actor_learning_rate"),
     Name("actor.lr_schedule", "lr_scheduler_type", "actor_rollout_ref.actor.optim.lr_scheduler_type", "lr_scheduler"),
     Name(
         "actor.lr_warmup_steps",
-        "warmup_steps",
-        "actor_rollout_ref.actor.optim.lr_warmup_steps",
+        "warmup_steps warmup_ratio",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
         "lr_warmup_ratio",
         "actor.lr_warmup_steps is a number of optimizer steps",
     ),
@@ -67,7 +81,7 @@ NAMES = (
     Name(
         "actor.max_tokens_per_microbatch",
         "per_device_train_batch_size",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
         "micro_train_batch_size",
         "max_tokens_per_microbatch is a number of tokens; it limits memory use and does not change results",
     ),
@@ -90,6 +104,7 @@ NAMES = (
     Name("trainer.epochs_per_step", "num_iterations", "actor_rollout_ref.actor.ppo_epochs", "max_epochs"),
     Name("trainer.total_steps", "max_steps", "trainer.total_training_steps"),
     Name("trainer.total_epochs", "num_train_epochs", "trainer.total_epochs", "num_episodes"),
+    Name("trainer.seed", "seed", "data.seed", "seed"),
     Name("trainer.eval_every", "eval_steps", "trainer.test_freq", "eval_steps"),
     Name("trainer.save_every", "save_steps", "trainer.save_freq", "save_steps"),
     Name(
@@ -99,10 +114,25 @@ NAMES = (
         "load_checkpoint",
         "trainer.resume is 'never', 'auto' or a path",
     ),
-    Name("trainer.output_dir", "", "trainer.default_local_dir", "save_path"),
+    Name("trainer.output_dir", "output_dir", "trainer.default_local_dir", "save_path"),
+    Name(
+        "trainer.trackers",
+        "report_to",
+        "trainer.logger",
+        "use_wandb use_tensorboard",
+        "trainer.trackers takes a list, as in [tensorboard,wandb]",
+    ),
+    Name(
+        "trainer.sample_every",
+        "logging_steps log_completions",
+        "trainer.log_val_generations",
+        "logging_steps",
+        "metrics are written after every step; sample_every is the number of steps between two sample answers",
+    ),
     Name("trainer.keep_checkpoints", "save_total_limit", "trainer.max_actor_ckpt_to_keep", "max_ckpt_num"),
     Name("rollout.samples_per_prompt", "num_generations", "actor_rollout_ref.rollout.n", "n_samples_per_prompt"),
-    Name("rollout.temperature", "", "actor_rollout_ref.rollout.temperature", ""),
+    Name("rollout.temperature", "temperature", "actor_rollout_ref.rollout.temperature", "temperature"),
+    Name("rollout.engine", "use_vllm", hint="rollout=vllm or rollout=hf selects the engine and its settings"),
     Name("rollout.top_p", "top_p", "actor_rollout_ref.rollout.top_p", "top_p"),
     Name(
         "rollout.top_k",
@@ -175,7 +205,12 @@ NAMES = (
         "actor_rollout_ref.actor.loss_agg_mode",
         hint="a preset such as algorithm=dapo sets this key",
     ),
-    Name("algorithm.loss.clip_ratio_low", "epsilon", "actor_rollout_ref.actor.clip_ratio_low", "eps_clip"),
+    Name(
+        "algorithm.loss.clip_ratio_low",
+        "epsilon",
+        "actor_rollout_ref.actor.clip_ratio_low actor_rollout_ref.actor.clip_ratio",
+        "eps_clip",
+    ),
     Name(
         "algorithm.loss.clip_ratio_high",
         "epsilon_high",
@@ -191,6 +226,12 @@ NAMES = (
         "gamma is a parameter of estimators such as gae",
     ),
     Name("algorithm.advantage.lam", "lam", "algorithm.lam", "lambd", "lam is a parameter of estimators such as gae"),
+    Name(
+        "algorithm.advantage.norm_by_std",
+        "scale_rewards",
+        "algorithm.norm_adv_by_std_in_grpo",
+        hint="norm_by_std is a parameter of the estimator grpo",
+    ),
     Name("algorithm.mask_truncated", "mask_truncated_completions"),
     Name(
         "algorithm.dynamic_sampling",
@@ -208,7 +249,14 @@ NAMES = (
     ),
     Name("algorithm.correction.batch_normalize", "", "algorithm.rollout_correction.rollout_is_batch_normalize"),
     Name("trainer.max_staleness", "", "async_training.staleness_threshold", "async_queue_size"),
-    Name("model.dtype", "dtype", "actor_rollout_ref.rollout.dtype", "param_dtype", "float32 or bfloat16"),
+    Name(
+        "model.dtype",
+        "dtype torch_dtype bf16 fp16",
+        "actor_rollout_ref.rollout.dtype",
+        "param_dtype bf16",
+        "model.dtype is float32 or bfloat16",
+    ),
+    Name("model.compile", "torch_compile", "actor_rollout_ref.actor.use_torch_compile"),
     Name(
         "model.activation_checkpointing",
         "gradient_checkpointing",
@@ -227,9 +275,5 @@ def name_here(key: str) -> Name | None:
     `actor_rollout_ref.rollout.n`. If no option matches the whole `key`, only the last part of `key` is compared, so
     that `algorithm.beta` matches TRL's option `beta`.
     """
-    plain = key.lstrip("-")
-    for name in NAMES:
-        if plain in (name.trl, name.verl, name.openrlhf) or name.verl.endswith(f".{plain}"):
-            return name
-    last = plain.rpartition(".")[2]
-    return next((name for name in NAMES if last in (name.trl, name.openrlhf) or name.verl.endswith(f".{last}")), None)
+    last = key.rpartition(".")[2]
+    return next((name for option in (key, last) for name in NAMES if name.matches(option)), None)

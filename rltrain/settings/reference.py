@@ -98,12 +98,14 @@ def page() -> str:
 def names_page() -> str:
     """Return the text of `docs/coming-from-other-trainers.md`."""
     columns = ("rltrain", "TRL", "verl", "OpenRLHF", "note")
-    rows = [
-        (*(f"`{name}`" if name else "" for name in (one.key, one.trl, one.verl, one.openrlhf)), one.hint)
-        for one in NAMES
-    ]
+    rows = [(*map(_in_backticks, (one.key, one.trl, one.verl, one.openrlhf)), one.hint) for one in NAMES]
     lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
     return "\n".join([NAMES_INTRODUCTION, "", lines[0], f"|{'---|' * len(columns)}", *lines[1:]]) + "\n"
+
+
+def _in_backticks(names: str) -> str:
+    """Put each of several names that are separated by spaces into backticks, and commas between the names."""
+    return ", ".join(f"`{name}`" for name in names.split())
 
 
 def _section(section: Declared, every: tuple[Declared, ...], defaults: Mapping[str, Any]) -> list[str]:

@@ -112,7 +112,8 @@ class RewardConfig:
     """Settings of the reward functions and reward models, their resource limits, and the treatment of failures."""
 
     functions: list[RewardFunctionConfig] = key(
-        "List of reward functions, each given as a mapping or only by its path."
+        "List of reward functions, each given as a mapping or only by its path. The default is the reward of the "
+        "built-in task; for other data in data.train, the default is an empty list."
     )
     models: list[RewardModelConfig] = key("List of reward models, each given as a mapping or only by its path.")
     aggregation: str = key(
@@ -148,18 +149,13 @@ class RewardConfig:
     )
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.components),
-            "functions is empty, and models is empty too: name a function or a model, as in "
-            "reward.functions=[my_reward.py:score]",
-        )
         names = [component.name for component in self.components]
         require(
-            any(c.weight for c in self.components),
+            not self.components or any(c.weight for c in self.components),
             "functions, models: all weights are 0, so nothing is learnt; set at least one weight",
         )
         require(
-            any(c.weight and c.outcome for c in self.components),
+            not self.components or any(c.weight and c.outcome for c in self.components),
             "functions, models: no function or model with a nonzero weight has outcome=true, so nothing says "
             "whether the task was solved; set outcome=true for one",
         )

@@ -10,7 +10,10 @@ from rltrain.tasks.lookup import LOOKUP
 from rltrain.tasks.median import MEDIAN
 from rltrain.tasks.sort import SORT
 
+BUILTIN = (
+    "builtin:"  # A source of prompts that begins with BUILTIN, as in `data.train=builtin:sort`, is a built-in task.
+)
 BuiltinTask = Task | ConversationTask
 TASKS: dict[str, BuiltinTask] = {task.name: task for task in (MEDIAN, SORT, LOOKUP, HIGHER_LOWER)}
 
-__all__ = ["TASKS", "BuiltinTask", "ConversationTask", "Task"]
+__all__ = ["BUILTIN", "TASKS", "BuiltinTask", "ConversationTask", "Task"]

@@ -133,10 +133,11 @@ def with_scores(
     results = [group.results[number] for group, number in _rows(groups, baseline=baseline)]
     matrix = component_matrix(results)
     totals = weighted_sum(matrix, components)
+    failed = torch.tensor([r.failed for r in results])
     columns = DataProto.from_dict(
         {
-            "valid": ~totals.isnan(),
-            "failed": torch.tensor([r.failed for r in results]),
+            "valid": ~totals.isnan() & ~failed,
+            "failed": failed,
             "scores": totals.nan_to_num(0.0),
             "successes": successes(matrix, [None if r.failed else r.success for r in results], components),
             "reward_components": matrix,

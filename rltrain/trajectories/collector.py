@@ -591,7 +591,8 @@ class Collector:
         self.first_failure, self._failures_arrived = 0.0, False
         results = [group.results[number] for group in groups for number in range(group.size)]
         failures = [result for result in results if result.failed]
-        if not failures and all(score is None for result in results for score in result.scores):
+        scores = [score for result in results for score in result.scores]
+        if scores and not failures and all(score is None for score in scores):
             raise RewardError(
                 f"no reward function applied to any of {len(results)} samples: all returned None; return a "
                 "number for the samples that a function judges"

@@ -34,11 +34,14 @@ def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | Rew
     """Compute the weighted sum (B,) of each row's component scores (B, K).
 
     If a component with the setting `gate` has a score <= 0 for a row, all other scores of the row count as 0. If no
-    reward component applies to a row, the row's score is NaN.
+    reward component applies to a row, the row's score is NaN. In a run without reward components (K = 0), every row has
+    the score 0.
 
     Raises:
         RewardError: the weighted sum of a row's component scores is outside float32's range.
     """
+    if not components:
+        return torch.zeros(len(matrix))
     weights, gates = [c.weight for c in components], [c.gate for c in components]
     return _finite(combine_rewards(matrix, weights=weights, gates=gates), matrix)
 
@@ -57,7 +60,9 @@ def of_outcome(matrix: Tensor, components: Sequence[RewardFunctionConfig | Rewar
 
     A score of NaN means that the component does not apply to the row.
     """
-    return matrix.masked_fill(~torch.tensor([component.outcome for component in components]), torch.nan)
+    return matrix.masked_fill(
+        torch.tensor([not component.outcome for component in components], dtype=torch.bool), torch.nan
+    )
 
 
 def successes(

@@ -29,7 +29,12 @@ CASES = {
         ["algorithm=grop"],
         ["algorithm=grop", "unknown choice", "the nearest is 'grpo'", "all choices are aspo, ce_gppo, cispo, clip_cov"],
     ),
-    "unknown flag": (["--resume"], ["'--resume'", "unknown flag", "--help, --cfg, --plan"]),
+    "unknown flag": (["--rseume"], ["'--rseume'", "unknown flag", "--help, --cfg, --plan"]),
+    "flag of another trainer": (["--learning_rate", "1e-6"], ["'--learning_rate'", "as in actor.lr=1e-6"]),
+    "own data without a reward": (
+        ["profile=demo", "model.path={files}/model", "data.train={files}/good.jsonl"],
+        ["data.train={files}/good.jsonl without a reward", "set reward.functions=[exact_match]"],
+    ),
     "sweep of a key with no values": (["-m", "trainer.seed=["], ["--multirun: ", "write several values as KEY=A,B"]),
     "own file that is not there": (["--config", "{files}/no.yaml"], ["--config {files}/no.yaml", "no such file"]),
     "syntax": (["trainer.seed=["], ["'trainer.seed=['", "cannot read the value", "quote"]),
@@ -78,7 +83,7 @@ CASES = {
         ["{files}/empty", "holds no weights", "save the model's"],
     ),
     "model that lacks a tensor": (
-        ["profile=demo", "model.path={files}/lacking", "data.train={files}/good.jsonl"],
+        ["profile=demo", "reward=median", "model.path={files}/lacking", "data.train={files}/good.jsonl"],
         [
             "model.path={files}/lacking: its weights lack model.layers.1.mlp.down_proj.weight",
             "the extra tensors mlp.down, so they",
@@ -86,39 +91,46 @@ CASES = {
         ],
     ),
     "critic of a model that lacks a tensor": (
-        ["profile=demo", "model.path={files}/lacking", "data.train={files}/good.jsonl", "algorithm=ppo", "rollout=hf"],
+        [
+            "profile=demo",
+            "reward=median",
+            "model.path={files}/lacking",
+            "data.train={files}/good.jsonl",
+            "algorithm=ppo",
+            "rollout=hf",
+        ],
         ["model.path={files}/lacking: its weights lack model.layers.1.mlp.down_proj.weight", "copy or download"],
     ),
     "weights that were cut short": (
-        ["profile=demo", "model.path={files}/cut", "data.train={files}/good.jsonl"],
+        ["profile=demo", "reward=median", "model.path={files}/cut", "data.train={files}/good.jsonl"],
         [
             "model.path={files}/cut: model.safetensors is not a complete safetensors file (",
             "copy or download the model's files again",
         ],
     ),
     "weights whose header is garbage": (
-        ["profile=demo", "model.path={files}/garbage", "data.train={files}/good.jsonl", "rollout=hf"],
+        ["profile=demo", "reward=median", "model.path={files}/garbage", "data.train={files}/good.jsonl", "rollout=hf"],
         [
             "model.path={files}/garbage: model.safetensors is not a complete safetensors file (",
             "copy or download the model's files again",
         ],
     ),
     "weights that are garbage to torch": (
-        ["profile=demo", "model.path={files}/pickle", "data.train={files}/good.jsonl"],
+        ["profile=demo", "reward=median", "model.path={files}/pickle", "data.train={files}/good.jsonl"],
         [
             "model.path={files}/pickle: pytorch_model.bin is not a complete torch file of plain tensors",
             "writes safetensors",
         ],
     ),
     "tokenizer of another model": (
-        ["profile=demo", "model.path={files}/small", "data.train={files}/good.jsonl"],
+        ["profile=demo", "reward=median", "model.path={files}/small", "data.train={files}/good.jsonl"],
         [
             "model.path={files}/small: its tokenizer has ids up to 127, but the model has embeddings for only 100",
             "belongs to",
         ],
     ),
     "token that the model has no embedding for": (
-        ["profile=demo", "model.path={files}/added", "data.train={files}/added.jsonl"],
+        ["profile=demo", "reward=median", "model.path={files}/added", "data.train={files}/added.jsonl"],
         [
             "data.train={files}/added.jsonl: has token id 128, but the model has embeddings for only 128",
             "resize_token_embeddings",
@@ -127,15 +139,15 @@ CASES = {
     "missing data": (["data.train={files}/no.jsonl"], ["{files}/no.jsonl", "no such file", "did you mean"]),
     "data without a model": (["data.train={files}/good.jsonl"], ["good.jsonl", "only the built-in", "model.path=DIR"]),
     "malformed JSONL": (
-        ["profile=demo", "model.path={files}/model", "data.train={files}/malformed.jsonl"],
+        ["profile=demo", "reward=median", "model.path={files}/model", "data.train={files}/malformed.jsonl"],
         ["{files}/malformed.jsonl:2", "not valid JSON", "put one JSON object on each line"],
     ),
     "row without a prompt": (
-        ["profile=demo", "model.path={files}/model", "data.train={files}/promptless.jsonl"],
+        ["profile=demo", "reward=median", "model.path={files}/model", "data.train={files}/promptless.jsonl"],
         ["{files}/promptless.jsonl:2", "no prompt", "give each row"],
     ),
     "prompt too long": (
-        ["profile=demo", "model.path={files}/model", "data.train={files}/long.jsonl"],
+        ["profile=demo", "reward=median", "model.path={files}/model", "data.train={files}/long.jsonl"],
         ["{files}/long.jsonl:1", "17 tokens", "rollout.max_prompt_length=16", "raise rollout.max_prompt_length"],
     ),
     "lengths beyond the model": (
@@ -143,7 +155,7 @@ CASES = {
         ["rollout.max_response_length=2000", "1024 positions", "to at most 1024"],
     ),
     "column that is no Unicode": (
-        ["profile=demo", "model.path={files}/model", "data.train={files}/surrogate.jsonl"],
+        ["profile=demo", "reward=median", "model.path={files}/model", "data.train={files}/surrogate.jsonl"],
         ["{files}/surrogate.jsonl:2", "not valid Unicode", "remove the invalid character"],
     ),
     "model with chunked attention": (
@@ -151,7 +163,7 @@ CASES = {
         ["model.path={files}/chunked", "attention_chunk_size=8 is shorter than", "use another model"],
     ),
     "model without an end token": (
-        ["profile=demo", "model.path={files}/endless", "data.train={files}/good.jsonl"],
+        ["profile=demo", "reward=median", "model.path={files}/endless", "data.train={files}/good.jsonl"],
         ["model.path={files}/endless", "no end token", "set eos_token_id"],
     ),
     "reward function that is not there": (
@@ -163,7 +175,7 @@ CASES = {
         ["{files}/broken.py", "does not import (ModuleNotFoundError", "fix that error first"],
     ),
     "reward function that wants a column": (
-        ["profile=demo", "model.path={files}/model", "data.train={files}/good.jsonl"],
+        ["profile=demo", "reward=median", "model.path={files}/model", "data.train={files}/good.jsonl"],
         ["'final_answer' needs a column 'answer'", "the columns are prompt", "add the column"],
     ),
     "two reward functions of one name": (

@@ -118,8 +118,11 @@ def dead_reward(history: History) -> Finding | None:
 
     In at least the last 5 steps, all answers to each prompt had the same outcome, although the task is not solved. In a
     run with one answer per prompt or with GAE, the reward counts as dead if all answers of a step had the same score in
-    each of at least the last 5 steps, although the task is not solved.
+    each of at least the last 5 steps, although the task is not solved. If the policy learns from teachers alone, a
+    reward that does not distinguish answers is no problem.
     """
+    if history.setting("algorithm.distillation.outcome_coef") == 0:
+        return None
     grouped = history.number("rollout.samples_per_prompt", 2) > 1
     grouped = grouped and history.setting("algorithm.advantage_estimator") != "gae"
     same, spread = history.points("reward/same_outcome_fraction"), history.points("reward/std")

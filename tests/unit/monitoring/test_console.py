@@ -1,7 +1,6 @@
 import asyncio
 import io
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -61,6 +60,14 @@ def shown(batch: DataProto, *, terminal=False) -> str:
 def test_a_cut_answer_that_is_in_no_statistic_is_shown_with_its_score_and_has_not_failed():
     assert "(cut at the length limit)\n    reward  0.5" in shown(sample(reason="length", score=0.5, excluded=True))
     assert "reward  failed" in shown(sample(valid=False))
+
+
+def test_a_sample_of_a_run_without_rewards_is_shown_without_a_score():
+    without = {"reward_components": torch.zeros(1, 0)}
+    for error, text in (("", "none"), ("reset raised", "failed")):
+        made = sample(error=error)
+        changed = DataProto.from_dict({**made.batch, **without}, made.non_tensor_batch)
+        assert f"reward  {text}" in shown(changed)
 
 
 def test_failed_rewards_are_told_at_the_first_step_that_has_any_and_then_now_and_then():
@@ -371,12 +378,12 @@ def test_each_time_another_sample_is_shown():
 # Tests of the console output at the end of a run.
 
 
-def summary_of(tmp_path, *, overrides=(), finished=True, evaluations=()):
+def summary_of(tmp_path, *, overrides=(), finished=True, evaluations=(), rewarded=True):
     where = console()
     (tmp_path / "model").mkdir(parents=True)
     summary(
         where, evaluations=evaluations, steps=3, seconds=12.4, output_dir=tmp_path, curve=None,
-        overrides=overrides, finished=finished,
+        overrides=overrides, finished=finished, rewarded=rewarded,
     )  # fmt: skip
     return where.file.getvalue()
 
@@ -398,6 +405,14 @@ def test_the_summary_says_what_was_learnt_and_where_it_lies(tmp_path):
     assert "Stopped early after 3 steps" in summary_of(tmp_path / "b", finished=False)
 
 
+def test_a_run_without_rewards_is_followed_by_no_training_that_needs_them(tmp_path):
+    assert "next:" not in summary_of(tmp_path / "a", rewarded=False)
+    (tmp_path / "b" / "tensorboard").mkdir(parents=True)
+    (line,) = [line for line in summary_of(tmp_path / "b", rewarded=False).splitlines() if "tensorboard" in line]
+    assert line.startswith("next:           ")
+    assert line.endswith(f"tensorboard --logdir {tmp_path}")
+
+
 def test_brackets_in_paths_and_overrides_are_printed_as_they_are(tmp_path):
     folder = tmp_path / "[red] run :smile: 1"
     overrides = ["reward.functions=[my_reward.py:score]", "trainer.seed=3"]
@@ -411,9 +426,9 @@ def test_brackets_in_paths_and_overrides_are_printed_as_they_are(tmp_path):
     assert shlex.split(board)[1:] == ["--logdir", str(folder.parent)]
 
 
-def test_the_next_command_leaves_out_the_supervised_answers_of_which_nothing_would_be_learned(tmp_path):
+def test_the_next_command_leaves_out_the_supervised_answers_of_which_nothing_would_be_learned():
     overrides = ["algorithm.sft_coef=0.1", "data.sft_response=answer", "data=sort"]
-    assert next_command(overrides, tmp_path).endswith(" -m rltrain.main algorithm=ppo data=sort")
+    assert next_command(overrides).endswith(" -m rltrain.main algorithm=ppo data=sort")
 
 
 @pytest.mark.parametrize(
@@ -421,19 +436,19 @@ def test_the_next_command_leaves_out_the_supervised_answers_of_which_nothing_wou
 )
 def test_the_next_command_tries_another_algorithm_in_a_folder_of_its_own(tmp_path, overrides, algorithm):
     own = [f"trainer.output_dir={tmp_path}", f"trainer.checkpoint_dir={tmp_path}/kept", "trainer.resume=auto"]
-    first = next_command([*overrides, *own], tmp_path).split(os.linesep)[0]
+    first = next_command([*overrides, *own])
     kept = [override for override in overrides if not override.startswith("algorithm=")]
     assert shlex.split(first)[1:] == ["-m", "rltrain.main", f"algorithm={algorithm}", *kept]
 
 
-def test_the_next_command_leaves_out_what_the_other_algorithm_may_refuse(tmp_path):
+def test_the_next_command_leaves_out_what_the_other_algorithm_may_refuse():
     own = ["algorithm=dapo", "algorithm.loss.clip_ratio_high=0.3", "~algorithm.loss.clip_ratio_c", "trainer.seed=3"]
-    first = next_command(own, tmp_path).splitlines()[0]
+    first = next_command(own)
     assert shlex.split(first)[1:] == ["-m", "rltrain.main", "algorithm=grpo", "trainer.seed=3"]
 
 
-def test_of_two_overrides_for_one_key_the_next_command_keeps_the_later(tmp_path):
-    command = next_command(["trainer.seed=1", "trainer.seed=2"], tmp_path).splitlines()[0]
+def test_of_two_overrides_for_one_key_the_next_command_keeps_the_later():
+    command = next_command(["trainer.seed=1", "trainer.seed=2"])
     assert shlex.split(command)[-1] == "trainer.seed=2"
     assert "trainer.seed=1" not in command
 

@@ -278,6 +278,16 @@ def test_a_table_of_samples_in_another_order_moves_their_tokens_along():
     assert [row["prompt_ids"] for row in rows] == [[3], [1], [1, 2]]
 
 
+def test_a_table_of_samples_of_a_run_without_rewards_can_be_written_and_read(tmp_path):
+    made = batch()
+    columns = {**made.batch, "reward_components": torch.zeros(3, 0)}
+    made = DataProto.from_dict(columns, made.non_tensor_batch)
+    pq.write_table(sample_table(made, []), tmp_path / "samples.parquet")
+    rows = pq.read_table(tmp_path / "samples.parquet").to_pylist()
+    assert [row["reward_components"] for row in rows] == [None] * 3
+    assert [row["prompt"] for row in sample_rows(made, [])] == ["a", "b", "c"]
+
+
 def test_a_table_of_samples_has_the_log_probs_and_entropies_that_the_step_computed():
     columns = {name: torch.tensor([-0.5, -1.5, -2.5]) - place for place, name in enumerate(PASSES)}
     for names in ([], PASSES[:1], PASSES):

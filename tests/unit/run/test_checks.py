@@ -5,6 +5,7 @@ import rltrain.run.checks
 from rltrain.base.errors import ConfigError
 from rltrain.data.model_directory import check_critic
 from rltrain.run.checks import RAY_JOB, builtin_task, check, check_cluster, check_stop_strings, needs_critic
+from rltrain.settings.algorithm_rules import check_algorithm
 from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import char_tokenizer
 
@@ -56,6 +57,42 @@ def test_a_model_that_no_critic_can_be_made_of_is_refused_before_anything_starts
         f"model.path={tmp_path}: models of the type {kind} have no critic (transformers has no token classifier for "
         "them); use an algorithm without a critic (algorithm=grpo, rloo or reinforce_plus_plus), or another model"
     )
+
+
+WITHOUT_REWARD = (
+    "data.train=prompts.jsonl without a reward: reward.functions and reward.models are empty, but {} needs scores of "
+    "the answers; set {}reward.functions=[exact_match], reward.functions=[numeric_match], or a function of your own, "
+    "as in reward.functions=[my_reward.py:score]"
+)
+
+
+def test_data_of_ones_own_without_a_reward_is_refused_with_what_to_type(tmp_path):
+    model = [model_of(tmp_path, "llama"), "data.train=prompts.jsonl"]
+    (tmp_path / "prompts.jsonl").write_text("{}")
+    assert refusal(*model) == WITHOUT_REWARD.format("training", "")
+    assert refusal(*model, "rollout.agent=a.py:run") == WITHOUT_REWARD.format(
+        "training", "reward.functions=[environment_reward], "
+    )
+    for chosen in ("reward.functions=[exact_match]", "reward.functions=[numeric_match]", "reward=median"):
+        check(config_of(*model, chosen))
+    check(config_of(model[0]))
+    assert refusal("reward.functions=[]") == WITHOUT_REWARD.format("training", "").replace(
+        "prompts.jsonl", "builtin:median"
+    )
+
+
+def test_a_policy_that_learns_from_teachers_alone_needs_no_reward(tmp_path):
+    path = model_of(tmp_path / "model", "llama")
+    teacher = f"algorithm.distillation.teachers=[{tmp_path}/model]"
+    words = [path, "data.train=prompts.jsonl", "algorithm=distill", teacher]
+    (tmp_path / "prompts.jsonl").write_text("{}")
+    check_algorithm(config_of(*words))
+    for other, user in (
+        ("algorithm.distillation.outcome_coef=1", "training"),
+        ("data.difficulty={}", "data.difficulty"),
+        ("algorithm.advantage_estimator=gdpo", "algorithm.advantage_estimator=gdpo"),
+    ):
+        assert refusal(*words, other) == WITHOUT_REWARD.format(user, "")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "phi3", "gpt2"])

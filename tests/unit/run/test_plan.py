@@ -8,7 +8,7 @@ from rltrain.algorithms import POLICY_LOSSES
 from rltrain.base.errors import ConfigError
 from rltrain.run.epochs import with_epochs_as_steps
 from rltrain.run.plan import Facts, batch_line, plan_lines, plan_rows, show_plan
-from rltrain.settings.compose import compose
+from rltrain.settings.compose import compose, profile_defaults
 
 FACTS = Facts(path="/models/m", parameters=412_928, train_prompts=8192, val_prompts={"": 256}, devices="2 CPU cores",
               memory="training rank 474 MB")  # fmt: skip
@@ -303,14 +303,26 @@ def test_teachers_have_a_line_and_their_memory():
     )
     exact = ["algorithm=distill", "algorithm.distillation.teachers=[/t/math]"]
     assert row("teachers", *exact) == (
-        "math = /t/math; exact reverse KL in the loss, coefficient 1; rewards are only measured"
+        "math = /t/math; exact reverse KL in the loss, coefficient 1; rewards are only measured (final_answer)"
     )
+    assert row("teachers", *exact, "data.train=a.jsonl").endswith("coefficient 1; without rewards")
+    assert row("answers", *exact, "data.train=a.jsonl").endswith("answers <= 16; not scored")
     assert row("off-policy", *exact, "trainer.max_staleness=1") == (
         "answers up to 1 weight version old have no importance weights; the policy is matched to the teachers on the "
         "tokens of these answers"
     )
     assert "(actor, reference, teacher math)" in row("processes", *words)
     assert "teachers" not in dict(plan_rows(config_of(), FACTS))
+
+
+def test_values_that_the_profile_gives_are_listed_with_their_keys():
+    words = ["model.path=x", "actor.lr=1e-5", "trainer.total_steps=7"]
+    found = profile_defaults(words)
+    start, *shown = row("defaults", *words, facts=replace(FACTS, defaults=found)).split(": ", 1)
+    assert (start, shown) == ("from the profile", [", ".join(f"{key}={value}" for key, value in found.items())])
+    assert {"rollout.max_response_length=1024", "trainer.eval_every=20"} < {*shown[0].split(", ")}
+    assert not {"actor.lr", "trainer.total_steps"} & {text.partition("=")[0] for text in shown[0].split(", ")}
+    assert "defaults" not in dict(plan_rows(config_of(), FACTS))
 
 
 @pytest.mark.parametrize(("count", "text"), [(7_615_616_512, "7.62B"), (494_032_768, "494M"), (999, "999")])

@@ -389,9 +389,49 @@ def test_the_profile_follows_the_model_and_the_task_unless_one_is_chosen(words, 
     assert chosen.get("profile") == profile
 
 
-def test_the_reward_follows_the_task():
-    config, _ = compose(["data=sort"])
-    assert config.reward.functions[0].path == "rltrain.rewards.final_answer:exact_answer"
+MEDIAN, SORT = (TASKS[name].reward for name in ("median", "sort"))
+
+
+@pytest.mark.parametrize(
+    ("words", "paths"),
+    [
+        ([], [MEDIAN]),
+        (["data=sort"], [SORT]),
+        (["data=sort", "model.path=x"], [SORT]),
+        (["data=sort", "data.train=builtin:sort"], [SORT]),
+        (["data.train=my.jsonl"], []),
+        (["data=sort", "data.train=openai/gsm8k:main", "model.path=x"], []),
+        (["data.train=rows.py:rows", "reward.timeout_s=5"], []),
+        (["data.train=my.jsonl", "reward.models=[rm]"], []),
+        (["data.train=my.jsonl", "reward=median"], [MEDIAN]),
+        (["reward.functions=[exact_match]", "data.train=my.jsonl"], ["exact_match"]),
+        (["data.train=my.jsonl", "data.train=builtin:median"], [MEDIAN]),
+    ],
+)
+def test_the_reward_of_a_built_in_task_is_the_default_only_for_the_data_of_built_in_tasks(words, paths):
+    assert [function.path for function in compose(words)[0].reward.functions] == paths
+
+
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        ("data: {train: my.jsonl}", []),
+        ("data.train: my.jsonl\nreward: sort", [SORT]),
+        ("defaults: [{reward: median}]\ndata: {train: my.jsonl}", [MEDIAN]),
+        ("data: {train: my.jsonl}\nreward: {functions: [numeric_match]}", ["numeric_match"]),
+    ],
+)
+def test_a_config_file_chooses_data_and_reward_like_the_command_line(tmp_path, text, paths):
+    (tmp_path / "my.yaml").write_text(text)
+    config, resolved = compose(["model.path=x"], [f"{tmp_path}/my.yaml"])
+    assert [function.path for function in config.reward.functions] == paths
+    (tmp_path / "config.yaml").write_text(resolved)  # The file that a run writes gives the same reward.
+    assert compose([], [f"{tmp_path}/config.yaml"])[0].reward == config.reward
+
+
+def test_a_reward_that_follows_from_the_data_is_among_the_choices_of_a_command():
+    assert choices_of(["data.train=my.jsonl", "model.path=x"]) == ["profile=instruct", "reward=none"]
+    assert choices_of(["data.train=my.jsonl", "reward=sort"]) == ["reward=sort"]
 
 
 @pytest.mark.parametrize(
@@ -543,7 +583,7 @@ def test_values_with_spaces_and_quoted_values_arrive_as_they_are():
             "+trainer.totl_steps=3",
             "unknown config key 'trainer.totl_steps'; the nearest known key is 'trainer.total_steps'",
         ),
-        ("++new.seed=1", "unknown config key 'new.seed'; the nearest known key is 'trainer.seed'"),
+        ("++new.seed=1", "unknown config key 'new.seed'; rltrain's name for it is 'trainer.seed'"),
         ("~trainer.sed", "unknown config key 'trainer.sed'; the nearest known key is 'trainer.seed'"),
         ("algoritm=ppo", "unknown config key 'algoritm'; the nearest known key is 'algorithm'"),
         ("~trainer.seed", "'~trainer.seed': a key can be set, not removed; write trainer.seed=VALUE"),

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from rltrain.base.errors import ConfigError
+from rltrain.settings.command_line import parse_args
 from rltrain.settings.compose import compose
 from rltrain.settings.other_names import NAMES, name_here
 from rltrain.settings.overrides import from_file
@@ -151,6 +152,17 @@ def test_text_of_a_file_stays_as_it_is(own):
         ("data.train_batch_size", "trainer.prompts_per_step"),
         ("n_samples_per_prompt", "rollout.samples_per_prompt"),
         ("actor_learning_rate", "actor.lr"),
+        ("report_to", "trainer.trackers"),
+        ("use_wandb", "trainer.trackers"),
+        ("trainer.logger", "trainer.trackers"),
+        ("seed", "trainer.seed"),
+        ("bf16", "model.dtype"),
+        ("num_train_epochs", "trainer.total_epochs"),
+        ("per_device_train_batch_size", "actor.max_tokens_per_microbatch"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor.max_tokens_per_microbatch"),
+        ("logging_steps", "trainer.sample_every"),
+        ("output_dir", "trainer.output_dir"),
+        ("temperature", "rollout.temperature"),
     ],
 )
 def test_the_name_of_another_trainer_is_answered_with_the_name_here(typed, key):
@@ -158,6 +170,34 @@ def test_the_name_of_another_trainer_is_answered_with_the_name_here(typed, key):
         ConfigError, match=rf"^unknown config key '{typed}'; rltrain's name for it is '{re.escape(key)}'"
     ):
         compose([f"{typed}=1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--learning_rate", "1e-6"], "'--learning_rate': rltrain's name for it is 'actor.lr'; settings are written "
+         "without dashes, as in actor.lr=1e-6"),
+        (["--learning-rate=1e-6"], "'--learning-rate': rltrain's name for it is 'actor.lr'; settings are written "
+         "without dashes, as in actor.lr=1e-6"),
+        (["--num_generations", "--plan"], "without dashes, as in rollout.samples_per_prompt=VALUE"),
+        (["--num_generations", "trainer.seed=1"], "without dashes, as in rollout.samples_per_prompt=VALUE"),
+        (["--bf16"], "'--bf16': rltrain's name for it is 'model.dtype' (model.dtype is float32 or bfloat16); settings"),
+        (["--beta=0.1"], "is algorithm.kl_in_reward.kl_coef); settings are written without dashes, as in "
+         "algorithm.kl_loss.kl_loss_coef=VALUE"),
+        (["--report_to", "wandb"], "'--report_to': rltrain's name for it is 'trainer.trackers' (trainer.trackers"),
+        (["--seed", "3"], "without dashes, as in trainer.seed=3"),
+        (["--trainer.total_steps=5"], "'--trainer.total_steps': rltrain's name for it is 'trainer.total_steps'; "),
+        (["--total_steps", "5"], "without dashes, as in trainer.total_steps=5"),
+        (["--algorithm", "ppo"], "without dashes, as in algorithm=ppo"),
+        (["--lr", "1"], "without dashes, as in actor.lr=1"),
+        (["--weights", "1"], "unknown flag '--weights': the flags are --help, "),
+    ],
+)  # fmt: skip
+def test_a_setting_typed_as_a_flag_is_answered_with_the_setting(words, said):
+    with pytest.raises(ConfigError) as error:
+        parse_args(words)
+    assert str(error.value).startswith("unknown flag '--")
+    assert said in str(error.value)
 
 
 def test_a_misspelt_key_of_rltrain_is_not_taken_for_a_name_of_others():
@@ -170,7 +210,7 @@ def test_every_key_of_the_table_exists():
     for name in NAMES:
         knob = name.key.rpartition(".")[0] in ("algorithm.loss", "algorithm.advantage")
         assert knob or name.key in known, name.key
-        assert name.trl or name.verl or name.openrlhf
+        assert name.others
     assert len({name.key for name in NAMES}) == len(NAMES)
 
 

@@ -121,7 +121,6 @@ def changed(values, key, value):
         ("verbose", 1, "verbose=1: must be true or false"),
         ("model.path", 7, "model.path=7: must be text"),
         ("model.dtype", "float16", "model.dtype=float16: unknown choice; use one of float32, bfloat16"),
-        ("reward.functions", [], "reward.functions is empty"),
         ("reward.functions", "x:y", "reward.functions='x:y': must be a list"),
         ("algorithm.loss", [], "algorithm.loss=[]: must be a mapping"),
         ("rollout.temperature", 0, "rollout.temperature must be > 0, got 0.0"),

@@ -390,6 +390,15 @@ def test_C4_a_failed_row_is_masked_and_not_valid_and_its_zero_is_in_no_token():
     assert batch.non_tensor_batch["reward_error"].tolist() == ["", "it broke"]
 
 
+def test_C4_without_rewards_every_row_scores_0_and_a_failed_row_is_masked_all_the_same():
+    batch = to_batch([group(0, [(), ()], failed=(1,))], [])
+    assert batch.batch["scores"].tolist() == [0, 0]
+    assert batch.batch["valid"].tolist() == [True, False]
+    assert batch.padded("response_mask").tolist() == [[True, True], [False, False]]
+    assert batch.batch["reward_components"].shape == (2, 0)
+    assert batch.batch["successes"].isnan().all()
+
+
 def test_C4_nothing_that_a_failed_row_scored_is_kept():
     half_done = replace(group(0, [(2.0, 2.0), (5.0, None)], failed=(1,)))
     half_done.results[1] = SampleScores((0, 1), (5.0, None), failed=True, error="second function broke")

@@ -311,6 +311,11 @@ def test_a_solved_task_has_neither_a_dead_reward_nor_a_collapsed_entropy(tmp_pat
     assert names(tmp_path / "not solved", done) == {"entropy collapsed"}
 
 
+def test_a_reward_without_spread_is_no_finding_where_teachers_alone_train_the_policy(tmp_path):
+    assert names(tmp_path / "rewards", DEAD) == {"dead reward"}
+    assert names(tmp_path / "teachers", DEAD, config={"algorithm.distillation": {"outcome_coef": 0.0}}) == set()
+
+
 # Damage
 
 

@@ -1,10 +1,13 @@
 """Tests of the option `--plan`, and of the refusal of runs that need too much memory, through `main`."""
 
+import json
+
 import pytest
 
 import rltrain.run.memory.facts
 from rltrain.main import main
 from rltrain.run.memory.parts import Node
+from tests.chat_model import save_chat_model
 
 CLUSTER = ["placement=colocated", "placement.nodes=2", "rollout=hf"]
 
@@ -17,6 +20,23 @@ def test_plan_prints_the_table_for_a_cluster_that_is_not_there(tmp_path, capsys)
     assert any(line.startswith("2 x training rank") for line in lines)
     assert any(line.startswith("memory of 2 nodes: needs") and line.endswith("of 16.0 GB: fits") for line in lines)
     assert not (tmp_path / "out").exists()
+
+
+def test_plan_of_a_model_of_ones_own_lists_what_the_profile_gives_and_the_user_has_not_set(tmp_path, capsys):
+    save_chat_model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'prompt': '1+1=', 'answer': '2'})}\n" * 64)
+    words = [
+        f"model.path={tmp_path}/model", f"data.train={tmp_path}/rows.jsonl", "reward.functions=[exact_match]",
+        "rollout=hf", "placement=inprocess", "rollout.max_prompt_length=100", "rollout.max_response_length=100",
+        "trainer.total_steps=3", f"trainer.output_dir={tmp_path}/out",
+    ]  # fmt: skip
+    assert main([*words, "--plan"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("defaults ")]
+    assert line == (
+        "defaults   from the profile: trainer.prompts_per_step=64, trainer.prompts_per_minibatch=32, "
+        "trainer.eval_every=20, trainer.sample_every=5, actor.lr=1e-06, actor.lr_schedule=constant, "
+        "actor.lr_warmup_steps=10, critic.lr=1e-05"
+    )
 
 
 def test_plan_prints_the_table_before_it_refuses_what_does_not_fit(tmp_path, capsys):
