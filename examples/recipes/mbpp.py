@@ -11,6 +11,7 @@ The program must pass these tests:
 ```
 
 Answer with the program, in one Python code block."""
+COMMIT = "4bb6404fdc6cacfda99d4ac4205087b89d32030c"  # All runs read this version of the data set.
 SPLITS = {"train": "train", "val": "validation"}  # names of the splits in rltrain and on the hub
 
 
@@ -18,7 +19,7 @@ def rows(split: str) -> Iterator[dict[str, str]]:
     """Yield the problems of the split `train` or `val`, with the columns `question` and `tests`."""
     from datasets import load_dataset
 
-    for row in load_dataset("google-research-datasets/mbpp", "full", split=SPLITS[split]):
+    for row in load_dataset("google-research-datasets/mbpp", "full", split=SPLITS[split], revision=COMMIT):
         tests = "\n".join(row["test_list"])
         question = QUESTION.format(text=row["text"], tests=tests)
         yield {"question": question, "tests": f"{row['test_setup_code']}\n{tests}".strip()}

@@ -6,23 +6,23 @@ starts, the driver changes the name of each model to a pinned name with the comm
 same files, even after the run is resumed.
 
 A separate process (`rltrain.data.hub_download`) downloads the files of a model. Ctrl-C ends the download process at
-once, even in the middle of a large file. When the download process starts, it reads the environment variables of
-`huggingface_hub` (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) anew.
+once, even in the middle of a large file, and deletes the files that are not complete. When the download process starts,
+it reads the environment variables of `huggingface_hub` (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) anew.
 """
 
 import json
 import os
 import re
 import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from rltrain.base.errors import ConfigError, one_line
+from rltrain.base.errors import ConfigError
+from rltrain.data.download_process import run_download
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _START = "import sys; sys.path[:] = {path!r}; from rltrain.data.hub_download import main; main({model!r}, {revision!r})"
@@ -167,26 +167,10 @@ def _in_cache(name: HubName) -> Path | None:
 
 def _download(name: HubName, where: str, on_bytes: Callable[[int, int], None], environment: Mapping[str, str]) -> Path:
     code = _START.format(path=sys.path, model=name.model, revision=name.revision)
-    with tempfile.TemporaryFile("w+", errors="replace") as complaints:
-        with subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=complaints,
-            text=True,
-            env=dict(environment),
-        ) as process:
-            assert process.stdout is not None
-            try:
-                result = _last_message(process.stdout, on_bytes)
-            finally:
-                process.kill()
-        complaints.seek(0)
-        last = (complaints.read().strip().splitlines() or ["no message"])[-1]
-    if "folder" in result:
-        return Path(result["folder"])
-    reason = result.get("error") or f"the download ended with status {process.returncode} ({one_line(last)}); try again"
-    raise ConfigError(f"{where}: {reason}")
+    result = run_download(code, environment, partial(_last_message, on_bytes=on_bytes))
+    if "folder" not in result:
+        raise ConfigError(f"{where}: {result['error']}")
+    return Path(result["folder"])
 
 
 def _last_message(lines: IO[str], on_bytes: Callable[[int, int], None]) -> dict[str, Any]:

@@ -7,16 +7,15 @@ go to the standard error of the download process.
 """
 
 import difflib
-import errno
 import json
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rltrain.base.errors import ConfigError, described, one_line
+from rltrain.data.download_process import causes, is_of_disk, remove_unfinished_files_at_sigterm
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Maps the config key of a data set (`train` or `val`) to the names of splits that are tried, in this order, if the user
@@ -33,7 +32,7 @@ def main(repository: str, config: str | None, split: str | None, revision: str |
     The argument `key` is the config key, `train` or `val`. The arguments `repository`, `config`, `split` and
     `revision` are the parts of the data set's name.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # This process ignores SIGINT, because the driver kills it on Ctrl-C.
+    remove_unfinished_files_at_sigterm()
     result, sys.stdout = sys.stdout, sys.stderr
     try:
         from datasets.utils import logging
@@ -157,22 +156,10 @@ def _persistently(call: Callable[[], Any]) -> Any:
             # repeated.
             raise
         except Exception as error:
-            if attempt == _ATTEMPTS or _is_of_disk(error):
+            if attempt == _ATTEMPTS or is_of_disk(error):
                 raise
             time.sleep(_PAUSE_S * attempt)
     raise AssertionError("the last download attempt neither returned a result nor raised an error")
-
-
-def _is_of_disk(error: BaseException) -> bool:
-    disk = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
-    return any(getattr(one, "errno", None) in disk for one in _chain(error))
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    causes = [error]
-    while (next_one := causes[-1].__cause__ or causes[-1].__context__) is not None and next_one not in causes:
-        causes.append(next_one)
-    return causes
 
 
 def _explained(error: Exception, repository: str, revision: str | None) -> str:
@@ -180,7 +167,7 @@ def _explained(error: Exception, repository: str, revision: str | None) -> str:
     from datasets import config
     from huggingface_hub import constants, errors, get_token, is_offline_mode
 
-    chain, page = _chain(error), f"{constants.ENDPOINT}/datasets/{repository}"
+    chain, page = causes(error), f"{constants.ENDPOINT}/datasets/{repository}"
 
     def has(*kinds: type) -> bool:
         return any(isinstance(one, kinds) for one in chain)
@@ -214,7 +201,7 @@ def _other(error: Exception, chain: Sequence[BaseException]) -> str:
     status = next((one.response.status_code for one in chain if isinstance(one, errors.HfHubHTTPError)), None)
     if status in (401, 403):
         return f"{constants.ENDPOINT} refuses the token ({reason}); set HF_TOKEN to a token that may read the data set"
-    if _is_of_disk(error):
+    if is_of_disk(error):
         cache = config.HF_DATASETS_CACHE
         return (
             f"the data set cannot be stored in {cache} ({reason}); free space there, or set HF_HOME to another folder"

@@ -7,24 +7,23 @@ the revision is a complete commit hash of 40 digits. The driver adds the missing
 of each data set once, so that a resumed run reads the same rows again.
 
 A separate process (`rltrain.data.hub_dataset_download`) downloads data sets with the library `datasets`. Ctrl-C ends
-the download process at once. When the download process starts, it reads the environment variables HF_HOME, HF_TOKEN,
-HF_ENDPOINT and HF_HUB_OFFLINE anew. Because the library `datasets`, which imports pandas, runs in a separate process,
-the driver does not have to import pandas.
+the download process at once, and deletes the files that are not complete. When the download process starts, it reads
+the environment variables HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE anew. Because the library `datasets`, which
+imports pandas, runs in a separate process, the driver does not have to import pandas.
 """
 
 import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from rltrain.base.errors import ConfigError, one_line
 from rltrain.data.arrow_rows import table_rows
+from rltrain.data.download_process import run_download
 from rltrain.data.rows import Rows
 from rltrain.settings.typed import require
 
@@ -156,23 +155,14 @@ def _download(name: DatasetName, where: str, key: str) -> dict[str, Any]:
     shown = sys.stderr.isatty()  # Progress bars are shown only if stderr is a terminal.
     environment = {**os.environ, **({} if shown else _QUIET)}
     environment.pop("TQDM_DISABLE", None)
-    with tempfile.TemporaryFile("w+", errors="replace") as complaints:
-        with subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=None if shown else complaints,
-            text=True,
-            env=environment,
-        ) as process:
-            try:
-                said, _ = process.communicate()
-            finally:
-                process.kill()
-        complaints.seek(0)
-        last = (complaints.read().strip().splitlines() or ["no message"])[-1]
-    result: dict[str, Any] = json.loads(said.splitlines()[-1]) if said.strip() else {}
-    if "files" in result:
-        return result
-    reason = result.get("error") or f"the download ended with status {process.returncode} ({one_line(last)}); try again"
-    raise ConfigError(f"{where}: {reason}")
+    result = run_download(code, environment, _last_line, show_progress=shown)
+    if "files" not in result:
+        raise ConfigError(f"{where}: {result['error']}")
+    return result
+
+
+def _last_line(lines: IO[str]) -> dict[str, Any]:
+    """Return the result of the download process, which is the last line of its output; {} if there is no output."""
+    said = lines.read().splitlines()
+    result: dict[str, Any] = json.loads(said[-1]) if said else {}
+    return result

@@ -5,7 +5,6 @@ has the form {"bytes": [done, total]}. The last message of the download process 
 {"error": reason and remedy}.
 """
 
-import errno
 import io
 import json
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.base.errors import described, one_line
+from rltrain.data.download_process import is_of_disk, remove_unfinished_files_at_sigterm
 
 # Only files in the top folder of a model repository are downloaded. Subfolders of a model repository (onnx, original,
 # gguf) hold the same model in formats for other programs.
@@ -24,12 +24,12 @@ _TORCH = ["pytorch_model.bin", "pytorch_model-*.bin"]
 _FOLDERS = ["*/*"]
 _ATTEMPTS, _PAUSE_S = 3, 1.0
 _EVERY_S = 0.2  # Minimum time between two progress messages, in seconds.
-_OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 _QUERY = re.compile(r"\?[^\s'\"]*")  # Matches the query string of a URL, which may contain a signature.
 
 
 def main(model: str, revision: str | None) -> None:
     """Download a model, and write progress and the result to the standard output as JSON."""
+    remove_unfinished_files_at_sigterm()
     try:
         _say(folder=str(_persistently(model, revision)))
     except Exception as error:
@@ -85,7 +85,7 @@ def _persistently(model: str, revision: str | None) -> Path:
             # already tried several times.
             raise
         except Exception as error:
-            if attempt == _ATTEMPTS or _is_of_disk(error):
+            if attempt == _ATTEMPTS or is_of_disk(error):
                 raise
             time.sleep(_PAUSE_S * attempt)
     raise AssertionError("the last download attempt neither returned a result nor raised an error")
@@ -127,10 +127,6 @@ def _say(**message: Any) -> None:
     sys.stdout.flush()
 
 
-def _is_of_disk(error: BaseException) -> bool:
-    return getattr(error, "errno", None) in _OF_DISK
-
-
 def _explained(error: Exception, model: str, revision: str | None) -> str:
     """Return a one-line description of a download error and its remedy."""
     from huggingface_hub import constants, errors, get_token, is_offline_mode
@@ -166,7 +162,7 @@ def _explained(error: Exception, model: str, revision: str | None) -> str:
             f"no such directory, and {constants.ENDPOINT} cannot be reached ({reason}); try again later, check the "
             "network and HF_ENDPOINT, or give a directory"
         )
-    if _is_of_disk(error):
+    if is_of_disk(error):
         cache = constants.HF_HUB_CACHE
         return f"the model cannot be stored in {cache} ({reason}); free space there, or set HF_HOME to another folder"
     return f"the download from {constants.ENDPOINT} broke off ({reason}); start again: complete files are kept"

@@ -1,6 +1,8 @@
 """Runs of the recipes in examples/recipes, as they are written, with a local hub of small models and data sets.
 
-The tests add overrides that make the recipes' runs small. The data sets have the columns of the real data sets.
+The tests add overrides that make the recipes' runs small. The data sets have the columns of the real data sets. The
+recipes for several GPUs keep their kind of placement: their ranks and engines are processes of their own.
+tests/unit/test_recipes.py tests the recipes without these overrides.
 """
 
 import re
@@ -15,7 +17,7 @@ from runs import ROOT, train
 
 from tests.hub_server import Hub
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.broad, pytest.mark.slow, pytest.mark.timeout(900)]
 RECIPES = ROOT / "examples" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 SMALL = [
@@ -39,6 +41,7 @@ DATA_SETS = {
         {"train": {"id": "{n}", "problem": "Find {n} + 2.", "solution": "It is 204.", "answer": "204", "year": "2024"}},
     ),
 }
+SPREAD = ("async_two_nodes", "colocated_8gpu")  # Recipes for ranks and engines on several GPUs.
 MBPP = {
     "text": "Write a function that adds {n} to a number.",
     "code": "def add(x):\n    return x + {n}",
@@ -46,6 +49,7 @@ MBPP = {
     "test_setup_code": "",
     "challenge_test_list": [],
 }
+MBPP_COMMIT = re.search('COMMIT = "([0-9a-f]{40})"', (RECIPES / "mbpp.py").read_text())[1]
 
 
 def rows(form: dict, count: int = 6) -> pyarrow.Table:
@@ -81,6 +85,7 @@ def hub(tmp_path_factory):
         sets = DATA_SETS | {"google-research-datasets/mbpp": ("full", {"train": MBPP, "validation": MBPP})}
         for name, (config, splits) in sets.items():
             server.push(name, data_set(folder / name, config, splits), kind="dataset")
+        server.tag("google-research-datasets/mbpp", MBPP_COMMIT, kind="dataset")
         patch.delenv("HF_HUB_OFFLINE", raising=False)
         for name, value in server.environment(folder / "cache").items():
             patch.setenv(name, value)
@@ -96,8 +101,7 @@ def components(name: str) -> list[str]:
     return [path.rpartition(":")[2] for path in paths]
 
 
-@pytest.mark.broad
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "gsm8k"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gsm8k", *SPREAD)])
 def test_a_recipe_trains(hub, tmp_path, name):
     run = recipe(name, tmp_path / "run", *ONE_PROCESS, "model.dtype=float32")
     assert run.status == 0, run.stderr
@@ -106,7 +110,33 @@ def test_a_recipe_trains(hub, tmp_path, name):
     assert [row["step"] for row in run.lines("evaluations.jsonl")] == [0, 1]
 
 
-@pytest.mark.broad
+def test_ranks_and_engines_of_the_colocated_recipe_take_turns(hub, tmp_path):
+    run = recipe(
+        "colocated_8gpu", tmp_path / "run", "placement.actor_ranks=2", "placement.rollout_replicas=2",
+        "placement.reward_workers=1", "rollout.vllm.kv_cache_mb=64", "trainer.total_steps=2",
+    )  # fmt: skip
+    assert run.status == 0, run.stderr
+    assert run.survivors == []
+    assert "processes  2 training ranks (actor) + 2 engines + 1 reward worker; Ray on this machine" in run.stdout
+    metrics = run.metrics()
+    assert [row["rollout/staleness_max"] for row in metrics] == [0, 0]
+    assert all(row["sync/verified"] == 1 for row in metrics if "sync/verified" in row)
+
+
+def test_the_engine_of_the_asynchronous_recipe_runs_ahead_of_the_rank(hub, tmp_path):
+    run = recipe(
+        "async_two_nodes", tmp_path / "run", "placement.address=local", "placement.actor_ranks=1",
+        "placement.rollout_replicas=1", "placement.reward_workers=1", "rollout.vllm.kv_cache_mb=64",
+        "trainer.max_staleness=1", "trainer.total_steps=4",
+    )  # fmt: skip
+    assert run.status == 0, run.stderr
+    assert run.survivors == []
+    assert "processes  1 rank each for actor + 1 engine + 1 reward worker; Ray on this machine" in run.stdout
+    metrics = run.metrics()
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4]
+    assert max(row["rollout/staleness_max"] for row in metrics) == 1
+
+
 def test_the_gsm8k_recipe_trains_with_vllm_and_again_from_the_cache_without_a_network(hub, tmp_path, monkeypatch):
     run = recipe("gsm8k", tmp_path / "run", "rollout.vllm.kv_cache_mb=64")
     assert run.status == 0, run.stderr
@@ -123,12 +153,3 @@ def test_the_gsm8k_recipe_trains_with_vllm_and_again_from_the_cache_without_a_ne
     offline = yaml.safe_load((again.output / "config.yaml").read_text())
     assert offline["model"]["path"] == config["model"]["path"]
     assert offline["data"]["train"] == config["data"]["train"]
-
-
-def test_every_recipe_is_in_the_list_with_its_hardware():
-    text = (ROOT / "examples" / "README.md").read_text()
-    for name in NAMES:
-        assert f"recipes/{name}.yaml" in text
-        comment = (RECIPES / f"{name}.yaml").read_text().partition("\nprofile:")[0]
-        assert "# Hardware: " in comment
-        assert "# Expect:   " in comment

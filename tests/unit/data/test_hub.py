@@ -15,24 +15,12 @@ from huggingface_hub import constants
 from rltrain.base.errors import ConfigError
 from rltrain.data import hub as hub_module
 from rltrain.data.hub import HubName, directory_on_node, fetch, hub_name, local_directory, portable
+from tests.full_disks import full_disk
 from tests.hub_server import Hub
 
 CONFIG, TOKENIZER, TEMPLATE = {"config.json": b"{}"}, {"tokenizer.json": b"{}"}, {"chat_template.jinja": b"{{ x }}"}
 SMALL = CONFIG | TOKENIZER | TEMPLATE
 CHUNK = constants.DOWNLOAD_CHUNK_SIZE
-# The patched `open` simulates a full disk: writes to unfinished files fail after 1,000 bytes.
-FULL_DISK = """
-import errno, io, pathlib
-class Full(io.FileIO):
-    def write(self, content):
-        if self.tell() + len(content) > 1000:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(content)
-opened = pathlib.Path.open
-def open(self, mode="r", *rest, **options):
-    return Full(self, "wb") if self.name.endswith(".incomplete") else opened(self, mode, *rest, **options)
-pathlib.Path.open = open
-"""
 
 
 @pytest.fixture
@@ -217,6 +205,36 @@ def test_ctrl_c_ends_a_download_at_once(hub, client, tmp_path):
     assert psutil.Process().children() == []
 
 
+def test_ctrl_c_leaves_complete_files_and_deletes_the_file_in_progress(hub, client, tmp_path):
+    push(hub, tmp_path, SMALL | {"model.safetensors": b"w" * 2_000_000})
+    hub.chunk_delay_s = 0.5
+
+    def interrupt_at_the_weights(done: int, total: int) -> None:
+        deadline = time.monotonic() + 60
+        while not (len(finished(tmp_path)) == len(SMALL) and unfinished(tmp_path)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        client("org/model", on_bytes=interrupt_at_the_weights)
+    assert sorted(finished(tmp_path)) == sorted(SMALL)
+    assert [request.method for request in hub.requests if request.path.startswith("/cdn")] == ["GET"]
+    assert unfinished(tmp_path) == []
+    hub.chunk_delay_s = 0
+    pinned = client("org/model")
+    assert files_in(pinned) == sorted([*SMALL, "model.safetensors"])
+    assert [request.range for request in hub.requests if request.path.startswith("/cdn")] == [None]
+    assert not [request for request in hub.requests if request.path.endswith(".json") and request.method == "GET"]
+
+
+def finished(folder) -> list[str]:
+    return [path.name for path in (folder / "cache").rglob("snapshots/*/*")]
+
+
+def unfinished(folder) -> list[str]:
+    return [path.name for path in (folder / "cache").rglob("*.incomplete")]
+
+
 def test_processes_of_one_machine_download_each_file_once(hub, client, tmp_path):
     push(hub, tmp_path, SMALL | {"model.safetensors": b"w" * 500_000})
     hub.chunk_delay_s = 0.1
@@ -326,9 +344,7 @@ def test_a_connection_that_stays_broken_is_refused_and_the_next_attempt_keeps_th
 
 def test_a_full_disk_is_named(hub, client, tmp_path):
     push(hub, tmp_path, SMALL | {"model.safetensors": b"w" * 5000})
-    (tmp_path / "fault").mkdir()
-    (tmp_path / "fault" / "sitecustomize.py").write_text(FULL_DISK)
-    assert refusal(client, "org/model", PYTHONPATH=str(tmp_path / "fault")) == (
+    assert refusal(client, "org/model", PYTHONPATH=full_disk(tmp_path, "download")) == (
         f"the model cannot be stored in {tmp_path}/cache/hub (OSError: [Errno 28] No space left on device); free space "
         "there, or set HF_HOME to another folder"
     )

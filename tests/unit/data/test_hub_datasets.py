@@ -4,6 +4,11 @@ The local server can simulate failures.
 """
 
 import importlib.util
+import json
+import os
+import signal
+import threading
+import time
 
 import pyarrow
 import pytest
@@ -12,6 +17,7 @@ from pyarrow import parquet
 from rltrain.base.errors import ConfigError
 from rltrain.data import hub_datasets
 from rltrain.data.hub_datasets import DatasetName, dataset_name, fetch_dataset
+from tests.full_disks import full_disk
 from tests.hub_server import Hub
 from tests.prompt_loading import load
 
@@ -210,6 +216,66 @@ def test_a_download_that_breaks_off_says_so_and_complete_files_are_kept(hub):
     hub.requests.clear()
     assert len(load(fetched(f"{NAME}:main"))) == 3
     assert len([request for request in hub.requests if "/cdn/" in request.path and request.method == "GET"]) == 1
+
+
+@needs_library
+def test_ctrl_c_deletes_the_file_in_progress(hub, tmp_path):
+    folder = tmp_path / "large"
+    folder.mkdir()
+    parquet.write_table(pyarrow.table({"question": [os.urandom(1_000_000).hex()]}), folder / "train.parquet")
+    hub.push("org/large", folder, kind="dataset")
+    hub.chunk_delay_s = 0.5
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 60
+        while not in_progress(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        fetched("org/large")
+    thread.join()
+    assert any("/cdn/" in request.path and request.method == "GET" for request in hub.requests)
+    assert in_progress(tmp_path) == []
+
+
+def in_progress(folder) -> list[str]:
+    return [path.name for path in (folder / "home").rglob("*.incomplete") if path.is_file()]
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("during", "reason"),
+    [("download", "OSError: [Errno 28] No space left on device"), ("conversion", "[Errno 28]")],
+)
+def test_a_full_disk_is_named_and_the_next_attempt_succeeds(hub, tmp_path, monkeypatch, during, reason):
+    hub.push("org/many", repository(tmp_path / "many", {"default": ["train"]}, rows=1000), kind="dataset")
+    monkeypatch.setenv("PYTHONPATH", full_disk(tmp_path, during))
+    message = refusal("org/many")
+    assert f"the data set cannot be stored in {tmp_path}/home/datasets (" in message
+    assert reason in message
+    assert message.endswith("; free space there, or set HF_HOME to another folder")
+    monkeypatch.delenv("PYTHONPATH")
+    assert len(load(fetched("org/many"))) == 1000
+
+
+@needs_library
+def test_a_data_set_that_is_larger_than_the_free_space_is_refused(hub, tmp_path):
+    folder = repository(tmp_path / "huge", {"default": ["train"]})
+    (folder / "dataset_infos.json").write_text(json.dumps({"default": {"size_in_bytes": 10**18}}))
+    hub.push("org/huge", folder, kind="dataset")
+    message = refusal("org/huge")
+    assert f"the data set cannot be stored in {tmp_path}/home/datasets (OSError: Not enough disk space." in message
+
+
+@needs_library
+def test_a_cache_that_cannot_be_written_to_is_named(hub, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
+    message = refusal(f"{NAME}:main")
+    assert f"the data set cannot be stored in {tmp_path}/file/datasets (NotADirectoryError: [Errno 20] Not a" in message
 
 
 @needs_library
