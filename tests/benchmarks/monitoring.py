@@ -45,19 +45,21 @@ MEASURED = STEPS - WARM_UP
 ON, OFF = "on", "off"
 LIBRARIES = ("wandb", "mlflow", "trackio")
 OFFLINE = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db", "TRACKIO_DIR": "trackio"}
+KINDS = ("training", "threads", "ended", "running")
 WRITES = ("metrics.jsonl", "sample files", "TensorBoard")  # Parts of a step that the training thread executes.
 
 
 def spent() -> Counter[str]:
-    """Return the CPU seconds of the training thread, of all other threads, and of ended and running child processes.
+    """Return the elapsed seconds as "clock", and the CPU seconds of each of `KINDS`.
 
-    The function must be called in the training thread.
+    The kinds are the training thread, all other threads, child processes that ended, and child processes that are
+    running. The function must be called in the training thread.
     """
     own, children, thread = os.getpid(), resource.getrusage(resource.RUSAGE_CHILDREN), time.thread_time()
     running = sum(seconds for pid, seconds in tree(own).items() if pid != own)
     return Counter(
         training=thread, threads=time.process_time() - thread, ended=children.ru_utime + children.ru_stime,
-        running=running,
+        running=running, clock=time.perf_counter(),
     )  # fmt: skip
 
 
@@ -204,7 +206,7 @@ class Run:
 
     def between(self, first: str, last: str, *kinds: str) -> float:
         """Return the CPU seconds of threads and processes between two marks; without `kinds`, of all kinds."""
-        return sum(self.marks[last][kind] - self.marks[first][kind] for kind in kinds or self.marks[last])
+        return sum(self.marks[last][kind] - self.marks[first][kind] for kind in kinds or KINDS)
 
     @property
     def step_s(self) -> float:
@@ -230,11 +232,12 @@ def run_side(side: str, folder: Path) -> Run:
 def parts_per_step(on: Run, off: Run) -> dict[str, float]:
     """Return the CPU seconds per step of each part of monitoring in the run `on`.
 
-    The values in the run `off` are subtracted from the times of other threads and of other processes. The report that
-    is written at the end of the run counts as a part of the steps, because its size grows with the number of steps.
+    The values in the run `off` are subtracted from the times of other threads and of other processes. What is
+    written at the end of the run counts as a part of the steps, such as the last report and the values that wait in a
+    tracker.
     """
     seconds = on.seconds
-    more = {kind: on.between("warm", "closed", kind) - off.between("warm", "closed", kind) for kind in on.marks["warm"]}
+    more = {kind: on.between("warm", "closed", kind) - off.between("warm", "closed", kind) for kind in KINDS}
     report = seconds["starting report processes"] + seconds["last report"]
     listed = report + sum(seconds[name] for name in WRITES) + seconds["console"] + seconds["learning curve"]
     totals = {name: seconds[name] for name in WRITES} | {
@@ -251,37 +254,42 @@ def medians(values: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(one[name] for one in values) for name in values[0]}
 
 
+def notes_of(pairs: list[tuple[Run, Run]], parts: dict[str, float], calls: dict[str, float]) -> str:
+    """Describe the runs, the CPU seconds of each part of monitoring, and the costs that do not grow with the run."""
+    on = [one for one, _ in pairs]
+    elapsed = statistics.median(one.between("warm", "last", "clock") for one in on) / MEASURED
+    start = statistics.median(sum(one.marks["warm"][k] - off.marks["warm"][k] for k in KINDS) for one, off in pairs)
+    curve = statistics.median(one.seconds["learning curve"] for one in on)
+    absent = [name for name in LIBRARIES if name not in calls]
+    notes = [
+        f"{STEPS} steps of 512 answers and {elapsed:.2f} s; trackers, without services: "
+        + ", ".join(["TensorBoard", *calls, *(f"{name} is not installed" for name in absent)]),
+        f"per step: {listed(parts)}",
+        *([f"of the threads: {listed(calls)}"] if calls else []),
+        f"once per run, not counted: start {start:.1f} s, learning curve {curve:.1f} s",
+    ]
+    return "; ".join(notes)
+
+
 def rows_of(pairs: list[tuple[Run, Run]]) -> list[Row]:
     """Return the rows of several rounds, given the run with everything on and the run with everything off of each."""
     parts = medians([parts_per_step(on, off) for on, off in pairs])
+    calls = medians([{name: on.seconds[name] / MEASURED for name in on.libraries} for on, _ in pairs])
     step, own = statistics.median(off.step_s for _, off in pairs), sum(parts.values())
-    libraries = pairs[0][0].libraries
-    calls = {name: statistics.median(on.seconds[name] for on, _ in pairs) / MEASURED for name in libraries}
-    once = {
-        "starting it": [on.marks["warm"].total() - off.marks["warm"].total() for on, off in pairs],
-        "the learning curve": [on.seconds["learning curve"] for on, _ in pairs],
-    }
-    absent = [name for name in LIBRARIES if name not in libraries]
-    notes = [
-        f"{STEPS} steps of 512 answers; trackers: {', '.join(['TensorBoard', *libraries])}"
-        + (f" ({', '.join(absent)}: not installed)" if absent else ""),
-        "per step: " + listed(parts),
-        *(["of the threads: " + listed(calls)] if calls else []),
-        "once per run, not counted: " + ", ".join(f"{name} {statistics.median(s):.1f} s" for name, s in once.items()),
-    ]
-    differences = [
+    whole = [
         (on.between("warm", "closed") - on.seconds["learning curve"] - off.between("warm", "closed")) / MEASURED
         for on, off in pairs
     ]
-    shares = [difference / off.step_s for difference, (_, off) in zip(differences, pairs, strict=True)]
-    whole = step + statistics.median(differences)
+    shares = [more / off.step_s for more, (_, off) in zip(whole, pairs, strict=True)]
     return [
         Row("CPU time of metrics, samples, report and trackers in a step", own / step, "of a step's CPU time",
-            "<= 0.02", f"{1e3 * own:.1f} ms", f"{1e3 * step:.0f} ms, a step without them", "; ".join(notes), COMMAND,
+            "<= 0.02", f"{1e3 * own:.1f} ms", f"{1e3 * step:.0f} ms, a step without them",
+            notes_of(pairs, parts, calls), COMMAND,
             {f"{name}_s": value for name, value in (parts | calls).items()} | {"step_s": step}),
         Row("the same, as the difference of whole runs", statistics.median(shares), "of a step's CPU time", "",
-            f"{1e3 * whole:.0f} ms per step with everything on", f"{1e3 * step:.0f} ms with everything off",
-            "rounds: " + ", ".join(f"{share:+.1%}" for share in shares), COMMAND),
+            f"{1e3 * (step + statistics.median(whole)):.0f} ms per step with everything on",
+            f"{1e3 * step:.0f} ms with everything off", "rounds: " + ", ".join(f"{share:+.1%}" for share in shares),
+            COMMAND),
     ]  # fmt: skip
 
 

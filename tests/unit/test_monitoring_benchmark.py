@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.benchmarks.monitoring import MEASURED, OFF, ON, STEPS, WRITES, Meter, Run, instruments, parts_per_step
+from tests.benchmarks.monitoring import KINDS, MEASURED, OFF, ON, STEPS, WRITES, Meter, Run, instruments, parts_per_step
 from tests.made_runs import batch, made_run
 
 
@@ -30,10 +30,9 @@ def test_everything_is_recorded_and_measured_on_one_side_and_nothing_on_the_othe
 
 def test_the_parts_of_a_step_add_up_to_the_time_of_the_tracker_the_threads_and_the_processes():
     names = (*WRITES, "console", "learning curve", "last report", "starting report processes")
-    kinds = ("training", "threads", "ended", "running")
 
     def made(seconds, *closed) -> Run:
-        marks = {"warm": Counter(dict.fromkeys(kinds, 1.0)), "closed": Counter(dict(zip(kinds, closed, strict=True)))}
+        marks = {"warm": Counter(dict.fromkeys(KINDS, 1.0)), "closed": Counter(dict(zip(KINDS, closed, strict=True)))}
         return Run(Counter(seconds), marks, [])
 
     on = made(dict.fromkeys(names, 1.0) | {"tracker": 20.0}, 99.0, 4.0, 3.0, 2.0)
