@@ -12,7 +12,7 @@ SEED ?= 0
 TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-llm demo-reasoning test test-broad cluster-test memory-test check browser-test environment-test template-test fuzz mutants bench bench-gpu chaos soak tracker-test doctor-test clean cluster-recoveries image-test
+.PHONY: help setup demo demo-llm demo-reasoning test test-broad cluster-test memory-test check browser-test environment-test template-test fuzz mutants bench bench-gpu chaos soak tracker-test optional-test doctor-test clean cluster-recoveries image-test
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -90,10 +90,12 @@ check: setup  ## Check lint, format, types, import order, Dockerfiles and shell 
 	$(BIN)/hadolint --config .hadolint.yaml docker/Dockerfile.cpu docker/Dockerfile.gpu
 	$(BIN)/shellcheck $(SCRIPTS)
 
+# Each name is looked up by itself, because `command -v` of dash looks up only its first argument.
+BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
+CHROMIUM = $(firstword $(foreach name,$(BROWSERS),$(shell command -v $(name) 2>/dev/null)))
 browser-test: setup  ## Test the report of runs in a headless Chromium, which is installed if the system has none
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r docker/requirements-browser.txt
-	@command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null || \
-	$(BIN)/python -m playwright install chromium || { \
+	@$(if $(CHROMIUM),:,$(BIN)/python -m playwright install chromium) || { \
 	echo "error: Chromium is not installed, and Playwright cannot download it: install it (Debian: apt-get install chromium)" >&2; exit 1; }
 	@$(TEST_ENV) RLTRAIN_BROWSER_TEST=required $(BIN)/python -m pytest tests/browser $(ARGS)
 
@@ -142,8 +144,20 @@ $(TRL)/.ready: docker/requirements-cpu.txt
 	'trl==1.16.*' accelerate datasets
 	@touch $@
 
-BENCH := TRL_VENV=$(abspath $(TRL)) $(BIN)/python -m tests.benchmarks
-bench: setup $(if $(ARGS),$(if $(findstring trl,$(ARGS)),$(TRL)/.ready),$(TRL)/.ready)  ## Compare the speed with TRL, a plain training loop and each part's limit: make bench ARGS="trl phases"
+# The packages of the trackers would change locked versions, so they have their own virtual environment on top of .venv.
+TRACKERS := .venv-trackers
+$(TRACKERS)/.ready: $(READY) docker/requirements-trackers.txt
+	@test -x $(TRACKERS)/bin/python || $(BIN)/python -m venv $(TRACKERS)
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > \
+	"$$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/locked.pth"
+	@echo "installing W&B, MLflow and trackio into $(TRACKERS)"
+	@$(TRACKERS)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r docker/requirements-trackers.txt
+	@touch $@
+
+BENCH := TRL_VENV=$(abspath $(TRL)) TRACKERS_VENV=$(abspath $(TRACKERS)) $(BIN)/python -m tests.benchmarks
+# $(call for_bench,NAME,FILE) is FILE if `make bench` runs the benchmark NAME.
+for_bench = $(if $(ARGS),$(if $(findstring $(1),$(ARGS)),$(2)),$(2))
+bench: setup $(call for_bench,trl,$(TRL)/.ready) $(call for_bench,monitoring,$(TRACKERS)/.ready)  ## Compare the speed with TRL, a plain training loop and each part's limit: make bench ARGS="trl phases"
 	@$(BENCH) $(ARGS)
 
 bench-gpu: setup  ## Measure training, generation and weight sync on a GPU
@@ -155,18 +169,14 @@ chaos: setup  ## Kill or stop one process in each of many runs, and check that n
 soak: setup  ## Run small steps for twenty minutes: memory, open files and shared memory must not grow
 	@$(TEST_ENV) $(BIN)/python -m tests.chaos.soak $(ARGS)
 
-# The packages of the trackers would change locked versions, so they have their own virtual environment on top of .venv.
-TRACKERS := .venv-trackers
-$(TRACKERS)/.ready: $(READY) docker/requirements-trackers.txt
-	@test -x $(TRACKERS)/bin/python || $(BIN)/python -m venv $(TRACKERS)
-	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > \
-	"$$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/locked.pth"
-	@echo "installing W&B, MLflow and trackio into $(TRACKERS)"
-	@$(TRACKERS)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r docker/requirements-trackers.txt
-	@touch $@
-
 tracker-test: setup $(TRACKERS)/.ready  ## Test that W&B, MLflow and trackio store the metrics of runs, by reading the metrics back
 	@$(TEST_ENV) $(TRACKERS)/bin/python -m pytest tests/unit/monitoring/trackers tests/e2e/test_trackers.py
+
+optional-test: setup  ## Run browser-test and tracker-test if Chromium and .venv-trackers are there; name each that is left out
+	@$(if $(CHROMIUM),$(MAKE) --no-print-directory browser-test,\
+	echo "note: browser-test was not run: no Chromium is installed ($(BROWSERS)); run 'make browser-test' to install one")
+	@$(if $(wildcard $(TRACKERS)/.ready),$(MAKE) --no-print-directory tracker-test,\
+	echo "note: tracker-test was not run: $(TRACKERS) is not there; run 'make tracker-test' to make it")
 
 doctor-test: setup  ## Test that the doctor finds the cause in broken runs of 40 steps, and finds nothing in healthy runs (20 minutes)
 	@$(TEST_ENV) RLTRAIN_DOCTOR_TEST=full $(BIN)/python -m pytest tests/e2e/test_doctor.py $(ARGS)

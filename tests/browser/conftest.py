@@ -5,11 +5,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from rltrain.batch.data_proto import DataProto
 from rltrain.monitoring.report.page import write_report
 from tests.made_runs import batch, made_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Print the figures that browser tests recorded. They depend on the machine, so no test asserts them."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{name}: {value}")
 
 
 def missing(what: str) -> None:
@@ -64,12 +73,17 @@ def opened(browser):
     assert problems == []
 
 
+def with_entropies(batch: DataProto) -> DataProto:
+    """Return the batch with an entropy for each response token: 0.5, 0.75, 1, and so on."""
+    return batch.with_values("responses", entropies=torch.arange(2, len(batch.values("responses")) + 2) / 4)
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """Write the report of a two-step run with a failed reward, an observation, and text that looks like HTML."""
+    """Write the report of a two-step run with entropies, a failed reward, an observation, and text like HTML."""
     folder = tmp_path_factory.mktemp("runs") / "made"
     first = batch(["12", "</script><b>x</b>", "a\nb"], uids=[7, 7, 8], scores=[1.0, 0.0, 0.5], observed=[(0, 1)])
     second = batch(["56", "78"], uids=[9, 9], scores=[0.25, 0.0], errors=["", "it broke"])
-    made_run(folder, [first, second])
+    made_run(folder, [with_entropies(first), with_entropies(second)])
     write_report([folder], folder / "report.html")
     return folder / "report.html"

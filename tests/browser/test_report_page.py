@@ -117,7 +117,7 @@ def test_a_token_shows_its_values_and_an_observation_has_none(opened, made):
     assert tip(page) == {
         "token": '"1"', "state": "sampled and trained on", "id": "49", "advantage": "-1",
         "rollout log-prob": "-0.125 (88.3%)", "old log-prob": "0.125", "ratio old / rollout": "1.284",
-        "ref log-prob": "-0.625", "KL, old − ref": "0.75", "weight version": "70003",
+        "ref log-prob": "-0.625", "KL, old − ref": "0.75", "entropy": "0.5", "weight version": "70003",
     }  # fmt: skip
     token(page, 0, 1).hover()
     assert tip(page) == {"token": '"2"', "state": "observation: not sampled, not trained on", "id": "50"}
@@ -131,10 +131,12 @@ def test_the_colour_of_a_token_follows_the_chosen_value(opened, made):
     assert "--low" in negative  # The token's advantage is -1.
     page.select_option("[name=color]", "kl")
     page.locator(".card .tokens span[style*='--high']").first.wait_for()
+    page.select_option("[name=color]", "entropy")
+    page.locator(".card .tokens span[style*='--plain']").first.wait_for()
     page.select_option("[name=color]", "none")
     page.locator(".card .tokens span[style*='rgba']").first.wait_for(state="detached")
     assert page.locator("[name=color] option").all_inner_texts() == [
-        "advantage", "ratio, old / rollout", "KL, old − ref", "−log-prob", "none",
+        "advantage", "ratio, old / rollout", "entropy", "KL, old − ref", "−log-prob", "none",
     ]  # fmt: skip
 
 
@@ -188,11 +190,15 @@ def test_several_runs_are_drawn_over_each_other_and_can_be_hidden(tmp_path, open
     settled(page, "2 samples of 8")
 
 
-def test_a_page_of_ten_thousand_answers_of_256_tokens_is_small_and_opens_and_is_searched(tmp_path, opened):
+def test_a_page_of_ten_thousand_answers_of_256_tokens_is_small_and_opens_and_is_searched(
+    tmp_path, opened, record_property
+):  # fmt: skip
     folder = large_run(tmp_path / "large", steps=20, samples=500, length=256)
     write_report([folder], tmp_path / "large.html")
     assert (tmp_path / "large.html").stat().st_size < 20_000_000
     page = opened(tmp_path / "large.html")
+    seconds = page.evaluate("performance.now()") / 1000  # The page's clock starts when the browser starts to open it.
+    record_property("time to open a report of 10,000 answers of 256 tokens", f"{seconds:.1f} s")
     assert count(page) == "500 samples of 10,000, in 125 groups"
     page.select_option("[name=step]", "")
     page.fill("[name=text]", "needle")

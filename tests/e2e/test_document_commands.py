@@ -21,7 +21,7 @@ from tests.e2e.test_readme import GUIDES, TINY, WITHOUT_COMMANDS, named_files
 
 # Commands that this file does not run. Maps a part of each such command to the test that runs the command.
 ELSEWHERE = {
-    "make ": "the targets of the Makefile, of which CI runs `make check test`",
+    "make ": "the targets of the Makefile, of which CI runs `make check test optional-test`",
     "rltrain[wandb,mlflow,trackio]": "make tracker-test",
     "trainer.trackers=[tensorboard,wandb]": "make tracker-test",
     "trainer.trackers=[wandb,mlflow,trackio]": "make tracker-test",

@@ -1,4 +1,7 @@
-"""Tests of the MLflow tracker with a SQLite store. The tests read the logged runs through MLflow's own client."""
+"""Tests of the MLflow tracker with a SQLite store, and with a folder as the store.
+
+The tests read the logged runs through MLflow's own client.
+"""
 
 import json
 import math
@@ -59,6 +62,23 @@ def test_the_client_finds_the_run_its_config_its_metrics_and_its_samples(tmp_pat
     samples = mlflow.artifacts.load_dict(f"{run.info.artifact_uri}/samples/step_000001.json")
     assert samples == {"columns": [*ROWS[0]], "data": [[*ROWS[0].values()]]}
     assert json.loads((tmp_path / "my_run/trackers.json").read_text()) == {"mlflow": run.info.run_id}
+
+
+def test_a_file_store_that_mlflow_was_told_to_allow_has_the_metrics_and_samples(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    tracker = started(tmp_path / "run")
+    tracker.restore(0, [], [])
+    tracker.log_step(1, {"reward/mean": 0.25})
+    tracker.log_samples(1, ROWS)
+    tracker.log_step(2, {"reward/mean": 0.75})
+    tracker.close()
+    client, run = only_run()
+    assert (run.info.run_name, run.info.status, run.data.params) == ("run", "FINISHED", {"trainer.seed": "3"})
+    assert history(client, run, "reward/mean") == [(1, 0.25), (2, 0.75)]
+    assert (tmp_path / "store" / run.info.experiment_id / run.info.run_id / "metrics/reward/mean").exists()
+    samples = mlflow.artifacts.load_dict(f"{run.info.artifact_uri}/samples/step_000001.json")
+    assert samples["data"] == [[*ROWS[0].values()]]
 
 
 def test_a_resumed_run_is_the_same_run_and_the_last_value_of_a_repeated_step_counts(tmp_path):
