@@ -249,7 +249,8 @@ def _off_policy(config: Config, facts: Facts) -> str:
     """Describe how training corrects for stale answers, that is, answers that an older policy sampled."""
     algorithm, correction = config.algorithm, config.algorithm.correction
     stale = f"answers up to {_count(config.trainer.max_staleness, 'weight version')} old"
-    if algorithm.distillation.alone and algorithm.distillation.in_loss:
+    uncorrected = correction.level is None and algorithm.rejection.kl_estimator is None
+    if uncorrected and algorithm.distillation.alone and algorithm.distillation.in_loss:
         return (
             f"{stale} have no importance weights; the policy is matched to the teachers on the tokens of these answers"
         )
