@@ -180,6 +180,7 @@ def facts_of(loss_mode):
         ("gspo", "token-mean", "seq-mean-token-mean or seq-mean-token-sum"),
         ("gspo", "seq-mean-token-sum-norm", "seq-mean-token-mean or seq-mean-token-sum"),
         ("geo_mean", "seq-mean-token-sum", "seq-mean-token-mean"),
+        ("mean_ratio", "token-mean", "seq-mean-token-mean"),
     ],
 )
 def test_it_says_where_a_loss_of_whole_answers_is_not_aggregated_as_it_is_defined(loss, mode, defined):
@@ -196,6 +197,7 @@ def test_it_says_where_a_loss_of_whole_answers_is_not_aggregated_as_it_is_define
         ("gspo", "seq-mean-token-mean"),
         ("gspo", "seq-mean-token-sum"),  # LUSPO
         ("geo_mean", "seq-mean-token-mean"),
+        ("mean_ratio", "seq-mean-token-mean"),
         ("vanilla", "token-sum"),
     ],
 )
