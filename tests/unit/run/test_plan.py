@@ -311,7 +311,13 @@ def test_teachers_have_a_line_and_their_memory():
         "answers up to 1 weight version old have no importance weights; the policy is matched to the teachers on the "
         "tokens of these answers"
     )
+    penalty = [*exact, "algorithm.loss_mode=dro", "algorithm.correction.level=token"]
+    assert row("off-policy", *penalty, "trainer.max_staleness=1").startswith(
+        "answers up to 1 weight version old have token importance weights"
+    )
     assert "(actor, reference, teacher math)" in row("processes", *words)
+    follow = "algorithm.reference.refresh_every=1"
+    assert ", reference = the reference model (with a teacher" in row("teachers", *words, follow, facts=facts)
     assert "teachers" not in dict(plan_rows(config_of(), FACTS))
 
 
