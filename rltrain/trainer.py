@@ -296,7 +296,7 @@ class Trainer:
         if self.teachers is not None:
             with timer("teacher_log_probs"):
                 batch, teacher_metrics = await self.teachers.scored(batch, self.collector.prompts_of(batch))
-        if self.reference is not None:
+        if self.reference is not None and config.algorithm.has_reference_kl:
             with timer("ref_log_probs"):
                 batch = await self.with_reference_log_probs(batch, self.reference)
         with timer("old_log_probs"):
@@ -516,7 +516,7 @@ class Trainer:
     async def follow_reference_head(self) -> None:
         """Give the actor the output head of an updated reference model, which the actor needs for the exact KL."""
         algorithm = self.config.algorithm
-        if self.reference is not None and algorithm.refreshes_reference and algorithm.needs_full_kl:
+        if self.reference is not None and algorithm.refreshes_reference and algorithm.needs_reference_head:
             await send_reference_head(self.actor, self.reference)
 
     async def evaluate(self) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.data.prompts import PromptSet, load_prompts
-from rltrain.main import supervised_options
+from rltrain.main import environments_of, load_data, supervised_options, tokenizer_of
 from rltrain.settings.algorithm_rules import needs_critic
 from rltrain.settings.schema import Config
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
@@ -32,17 +32,26 @@ async def in_process_trainer(
 
     Args:
         config: The whole config, with `placement=inprocess`.
-        model: Model directory.
+        model: Model directory. With an environment, `config.model.path` must name the same directory.
         tasks: The background tasks that the workers and the collector use.
-        prompts: Number of training prompts.
+        prompts: Number of training prompts; with an environment, all prompts of the config are used.
         parts: Further arguments of `Trainer`. The default is no tracker, no checkpoints and no evaluation prompts.
     """
-    workers = await start(config, model, [EOS_ID], tasks, needs_critic=needs_critic(config.algorithm))
+    stop_ids, environments = [EOS_ID], None
+    if config.rollout.has_environment:
+        tokenizer, stop_ids = tokenizer_of(config)
+        used, _ = load_data(config, tokenizer)
+        environments = environments_of(config, tokenizer, stop_ids, [used])
+    else:
+        used = train_prompts(config, prompts)
+    workers = await start(
+        config, model, stop_ids, tasks, needs_critic=needs_critic(config.algorithm), environments=environments
+    )
     collector = Collector(
         config,
         rollout=workers.rollout,
         rewards=workers.rewards,
-        prompts=train_prompts(config, prompts),
+        prompts=used,
         tasks=tasks,
         models=reward_models(config, workers.reward_models),
     )

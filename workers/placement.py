@@ -168,13 +168,15 @@ class Training:
             await self._send_teacher_heads(limit_s)
 
     async def _send_teacher_heads(self, limit_s: float) -> None:
-        """For each teacher, in the order of the config, send the teacher's output head to all ranks of the actor."""
-        for teacher in self.config.algorithm.distillation.teachers:
+        """Send the output head of each teacher model to all ranks of the actor."""
+        for teacher in self.config.algorithm.distillation.models:
             heads = [rank.start(TeacherWorker.output_head) for rank in self.groups[teacher.role].ranks]
             # Only rank 0 of the teacher returns the output head. The driver passes the pending result of the teacher's
             # rank 0 to the actor's ranks without waiting for the result, so the driver never receives the output head.
             head: Any = heads[0].later
-            taken = [rank.start(ActorWorker.add_teacher_head, head) for rank in self.groups["actor"].ranks]
+            taken = [
+                rank.start(ActorWorker.set_teacher_head, teacher.name, head) for rank in self.groups["actor"].ranks
+            ]
             calls: list[Pending[Any]] = [*heads[1:], *taken]
             await results(calls, depends_on=[heads[0].process], limit_s=limit_s)
 
@@ -213,9 +215,8 @@ class Workers:
 
     @property
     def reference(self) -> WorkerGroup[ReferenceWorker] | None:
-        """Return the worker group of the reference model, or None if no KL term uses the reference model."""
-        needed = self.training.config.algorithm.has_reference_kl
-        return self.training.groups[REFERENCE] if needed else None
+        """Return the worker group of the reference model, or None if the run needs no reference model."""
+        return self.training.groups.get(REFERENCE)
 
     @property
     def teachers(self) -> dict[str, WorkerGroup[TeacherWorker]]:

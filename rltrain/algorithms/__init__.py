@@ -7,6 +7,7 @@ states the contract that every registered function follows.
 from rltrain.algorithms import advantages as _advantages
 from rltrain.algorithms import policy_losses as _policy_losses
 from rltrain.algorithms.advantages.returns import returns_to_go
+from rltrain.algorithms.advantages.turns import turn_returns_to_go
 from rltrain.algorithms.aggregation import aggregate_loss
 from rltrain.algorithms.controllers import (
     AdaptiveEntropyController,
@@ -80,6 +81,7 @@ __all__ = [
     "shape_scores",
     "supervised_loss",
     "suppress_truncated",
+    "turn_returns_to_go",
     "uniform_draws",
     "value_loss",
 ]

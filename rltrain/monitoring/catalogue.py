@@ -280,7 +280,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/ratio_mean",
-            "mean token ratio p_new / p_old (for the losses `gspo` and `geo_mean`, the ratio of the whole answer)",
+            "mean token ratio p_new / p_old (for the losses `gspo`, `geo_mean` and `mean_ratio`, the ratio of the "
+            "whole answer)",
             "number",
             "near 1",
         ),

@@ -230,13 +230,14 @@ def _supervised(config: Config, facts: Facts) -> str:
 def _teachers(config: Config, facts: Facts) -> str:
     """Describe the teachers, how a teacher is chosen for a row, and how the policy learns from the teachers."""
     distillation = config.algorithm.distillation
+    reference = "the reference model" if config.algorithm.refreshes_reference else "the starting weights"
     parts = []
     for teacher in distillation.teachers:
         size = facts.teachers.get(teacher.name)
         kind = "endpoint" if teacher.is_endpoint else f"{_size(size)} parameters" if size else ""
         own = "with a teacher-specific prompt template" if teacher.prompt_template is not None else ""
         said = ", ".join(part for part in (kind, own) if part)
-        path = "the starting weights" if teacher.path == REFERENCE else teacher.path
+        path = reference if teacher.path == REFERENCE else teacher.path
         parts.append(f"{teacher.name} = {path}{f' ({said})' if said else ''}")
     kl = "exact reverse KL" if distillation.full else "reverse KL of sampled tokens"
     how = f"{kl} in the {'advantages' if distillation.in_reward else 'loss'}, coefficient {distillation.coef:g}"
@@ -256,7 +257,8 @@ def _off_policy(config: Config, facts: Facts) -> str:
     """Describe how training corrects for stale answers, that is, answers that an older policy sampled."""
     algorithm, correction = config.algorithm, config.algorithm.correction
     stale = f"answers up to {_count(config.trainer.max_staleness, 'weight version')} old"
-    if algorithm.distillation.alone and algorithm.distillation.in_loss:
+    uncorrected = correction.level is None and algorithm.rejection.kl_estimator is None
+    if uncorrected and algorithm.distillation.alone and algorithm.distillation.in_loss:
         return (
             f"{stale} have no importance weights; the policy is matched to the teachers on the tokens of these answers"
         )

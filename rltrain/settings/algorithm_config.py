@@ -8,7 +8,7 @@ loss or advantage estimator cannot use.
 
 from typing import Any, Literal
 
-from rltrain.settings.distillation_config import REFERENCE, DistillationConfig
+from rltrain.settings.distillation_config import DistillationConfig
 from rltrain.settings.key import key, section
 from rltrain.settings.typed import require
 
@@ -473,7 +473,7 @@ class AlgorithmConfig:
         """Whether the run needs a reference model for the KL penalty in the reward, for the KL term in the loss, or as
         a teacher.
         """
-        return self.has_reference_kl or any(teacher.path == REFERENCE for teacher in self.distillation.teachers)
+        return self.has_reference_kl or self.distillation.has_reference
 
     @property
     def needs_full_kl(self) -> bool:
@@ -482,6 +482,14 @@ class AlgorithmConfig:
         The exact KL needs the hidden states of the reference model.
         """
         return self.kl_in_reward.full or self.kl_loss.full
+
+    @property
+    def needs_reference_head(self) -> bool:
+        """Whether the actor keeps a copy of the reference model's output head, from which it computes exact KLs.
+
+        The exact KL is a KL term, or the distillation term of a teacher that is the reference model.
+        """
+        return self.needs_full_kl or (self.distillation.full and self.distillation.has_reference)
 
     @property
     def needs_ref_log_probs(self) -> bool:

@@ -16,7 +16,6 @@ from typing import Any
 from rltrain.base.errors import ConfigError
 from rltrain.rewards.loading import builtin_path
 from rltrain.settings.algorithm_config import FULL_KL, AlgorithmConfig
-from rltrain.settings.distillation_config import REFERENCE
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
@@ -254,13 +253,6 @@ def _check_reference(config: Config) -> None:
         f"algorithm.reference.refresh_every={every}: without a KL term there is no reference model to update; set "
         "algorithm.kl_loss.kl_loss_coef or kl_in_reward.kl_coef, or refresh_every=0",
     )
-    distillation = algorithm.distillation
-    require(
-        every == 0 or not (distillation.full and any(teacher.path == REFERENCE for teacher in distillation.teachers)),
-        f"algorithm.reference.refresh_every={every} with algorithm.distillation.kl=full and the teacher "
-        f"'{REFERENCE}': the actor keeps a copy of the teacher's output head, which an update of the reference "
-        "model would make stale; use algorithm.distillation.kl=sampled, or refresh_every=0",
-    )
     require(
         every == 0 or config.model.lora is None,
         f"algorithm.reference.refresh_every={every} with model.lora: the reference is the base model without adapters, "
@@ -332,9 +324,6 @@ def _check_turns(config: Config) -> None:
 def _check_distillation(config: Config) -> None:
     """Raise ConfigError if distillation cannot get the log-probs that it needs, or if distillation makes another
     setting ineffective.
-
-    If the policy learns from teachers alone (`outcome_coef=0`), settings that only change how rewards become advantages
-    have no effect. If `outcome_coef` is 0 and the teachers act through the loss (`mode=loss`), there is no policy loss.
     """
     algorithm, distillation = config.algorithm, config.algorithm.distillation
     for teacher in distillation.teachers:
@@ -349,8 +338,18 @@ def _check_distillation(config: Config) -> None:
         f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} with distillation: a teacher also teaches on groups "
         "whose answers all have the same outcome, which dynamic sampling drops; use algorithm.dynamic_sampling=0",
     )
-    if not distillation.alone:
-        return
+    if distillation.alone:
+        _check_teachers_alone(config)
+
+
+def _check_teachers_alone(config: Config) -> None:
+    """Raise ConfigError if a setting has no effect because the policy learns from teachers alone (`outcome_coef=0`).
+
+    Settings that only change how rewards become advantages have no effect. If the teachers act through the loss
+    (`mode=loss`), all advantages are 0. The policy loss then acts only if it has a term without the advantage, such as
+    the penalty of `dro`.
+    """
+    algorithm, distillation = config.algorithm, config.algorithm.distillation
     shaping = algorithm.reward_shaping
     shaped = shaping.bias or shaping.scale != 1 or shaping.clip is not None or shaping.overlong_buffer
     dead = {
@@ -365,9 +364,14 @@ def _check_distillation(config: Config) -> None:
         "reward.aggregation": config.reward.aggregation != "sum",
     }
     if distillation.in_loss:
+        dead[f"algorithm.advantage_clip={algorithm.advantage_clip}"] = algorithm.advantage_clip is not None
+    only_choice = {"advantage_estimator": "grpo"}
+    if distillation.in_loss and not _acts_without_advantages(algorithm):
+        only_choice["loss_mode"] = "reinforce"
+        if not _kl_reads_old_log_probs(algorithm):
+            only_choice["old_log_probs"] = "actor"
         dead |= {
             f"algorithm.loss={algorithm.loss}": bool(algorithm.loss),
-            f"algorithm.advantage_clip={algorithm.advantage_clip}": algorithm.advantage_clip is not None,
             f"algorithm.correction.level={algorithm.correction.level}": algorithm.correction.level is not None,
             f"algorithm.rejection.kl_estimator={algorithm.rejection.kl_estimator}": (
                 algorithm.rejection.kl_estimator is not None
@@ -379,6 +383,43 @@ def _check_distillation(config: Config) -> None:
             f"{name} with algorithm.distillation.outcome_coef=0: the policy learns from the teachers alone, so this "
             "setting would have no effect; leave it out, or set algorithm.distillation.outcome_coef above 0",
         )
+    for key, choice in only_choice.items():
+        require(
+            getattr(algorithm, key) == choice,
+            f"algorithm.{key}={getattr(algorithm, key)} with algorithm.distillation.outcome_coef=0: the policy learns "
+            f"from the teachers alone, so this choice would have no effect; use algorithm.{key}={choice}, or set "
+            "algorithm.distillation.outcome_coef above 0",
+        )
+
+
+def _acts_without_advantages(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the policy loss has a gradient if all advantages are 0, as a loss with a penalty term has.
+
+    The loss, and its token selector if there is one, are called once on a tiny batch.
+    """
+    import torch
+
+    from rltrain.algorithms import columns_of, loss_functions, own_knobs
+
+    loss, *selectors = loss_functions(algorithm.loss_mode)
+    batch = {name: _tiny_column(name, 1) for function in (loss, *selectors) for name in columns_of(function)}
+    log_probs = torch.tensor([[-1.0, -2.0], [-3.0, -0.5]])
+    batch |= {"log_probs": log_probs.requires_grad_(), "old_log_probs": log_probs.detach() + 0.1}
+
+    def result_of(function: Callable[..., Any]) -> Any:
+        return function(*(batch[name] for name in columns_of(function)), **own_knobs(function, algorithm.loss))
+
+    for selector in selectors:
+        batch["selected"] = result_of(selector)
+    losses, _ = result_of(loss)
+    return bool(torch.autograd.grad(losses.sum(), log_probs)[0].any())
+
+
+def _kl_reads_old_log_probs(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the distillation term or the KL term of the loss is multiplied by the ratio pi / pi_old."""
+    kl = algorithm.kl_loss
+    weighted = kl.kl_loss_coef > 0 and kl.ratio_weighted and not kl.full
+    return weighted or (algorithm.distillation.in_loss and not algorithm.distillation.full)
 
 
 def _check_rewards_act(config: Config) -> None:

@@ -197,6 +197,11 @@ class DistillationConfig:
         return self.mode is not None and self.outcome_coef == 0
 
     @property
+    def has_reference(self) -> bool:
+        """Whether a teacher is the run's reference model."""
+        return any(teacher.path == REFERENCE for teacher in self.teachers)
+
+    @property
     def models(self) -> list[TeacherConfig]:
         """The teachers that are separate models on the training ranks."""
         return [teacher for teacher in self.teachers if teacher.is_model]

@@ -4,6 +4,7 @@ The module `token_rewards` applies the pure functions of `rltrain.algorithms` to
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from rltrain.algorithms import (
     normalize_rewards,
     required_columns,
     returns_to_go,
+    turn_returns_to_go,
     uniform_draws,
 )
 from rltrain.algorithms.ratio import safe_log_ratio
@@ -238,8 +240,8 @@ def estimate_advantages(
 ) -> tuple[DataProto, dict[str, float]]:
     """Add the columns `advantages` and `returns`, which the configured estimator computes.
 
-    With `monte_carlo`, the estimator's returns are replaced by Monte-Carlo returns, which are the discounted sums of
-    future rewards. During the critic's warm-up, the critic is trained on Monte-Carlo returns.
+    With `monte_carlo`, the estimator's returns are replaced by `monte_carlo_returns`. During the critic's warm-up, the
+    critic is trained on Monte-Carlo returns.
 
     If configured, the advantages are normalised, then the log-ratio of teacher to policy is added to the advantages
     (see `with_distillation`), and then the advantages are clamped to [-c, c], with c = `advantage_clip`.
@@ -272,7 +274,7 @@ def estimate_advantages(
         raise EstimatorError(f"algorithm.advantage_estimator={name} raised {described(error)}") from error
     mask = batch.padded("response_mask")
     if monte_carlo:
-        returns = returns_to_go(seen.padded("token_level_rewards"), mask, gamma=gamma)
+        returns = monte_carlo_returns(seen, columns_of(estimator), gamma)
     if algorithm.advantage_normalization.on:
         advantages = _normalized(batch, advantages, algorithm)
     advantages, metrics = with_distillation(batch, advantages, algorithm)
@@ -287,6 +289,18 @@ def estimate_advantages(
             1 - float((targets - values).var(unbiased=False)) / spread if spread else 0.0
         )
     return batch.with_padded("responses", advantages=advantages, returns=returns), metrics
+
+
+def monte_carlo_returns(batch: DataProto, columns: Sequence[str], gamma: float) -> Tensor:
+    """Return the discounted sum of the rewards from each trained token on: (B, T), 0 in masked slots.
+
+    `gamma` is a discount per turn if the advantage estimator, which reads the columns named `columns`, treats a turn as
+    one action. All tokens of a turn then have the return of the turn. Otherwise, `gamma` is a discount per token.
+    """
+    rewards, mask = batch.padded("token_level_rewards"), batch.padded("response_mask")
+    if "turn_index" in columns:
+        return turn_returns_to_go(rewards, mask, batch.padded("turn_index"), gamma=gamma)
+    return returns_to_go(rewards, mask, gamma=gamma)
 
 
 def with_distillation(

@@ -22,9 +22,12 @@ from rltrain.algorithms import (
     TOKEN_SELECTORS,
     aggregate_loss,
     columns_of,
+    full_kl,
     kl_estimate,
+    positive_nll,
     rollout_correction,
     rollout_rejection,
+    sampled_teacher_kl,
     supervised_loss,
     value_loss,
 )
@@ -41,6 +44,8 @@ TERMS = (
     "value",
     "supervised",
     "squared_log_ratio",
+    "teacher_kl:sampled",
+    "teacher_kl:full",
 )
 SPLITS = {  # for 1, 2 and 3 ranks, several lists with the rows of each rank; row 3 has no trained token
     1: [[[0, 1, 2, 3, 4, 5, 6, 7]]],
@@ -48,7 +53,8 @@ SPLITS = {  # for 1, 2 and 3 ranks, several lists with the rows of each rank; ro
     3: [[[0, 1, 2, 3], [4, 5, 6], [7]], [[6, 1], [], [0, 7, 2, 3, 5, 4]], [[0, 1, 2, 4], [3], [5, 6, 7]]],
 }
 FEATURES, VOCABULARY, TOLERANCE = 3, 5, 1e-10
-CASES = [f"{term} {mode}" for term in TERMS for mode in LOSS_AGG_MODES]
+# The negative log-likelihood of correct answers is a mean over their tokens, whatever the aggregation mode is.
+CASES = [*((term, mode) for term in TERMS for mode in LOSS_AGG_MODES), ("positive_nll", "token-mean")]
 
 
 def batch_builder():
@@ -79,6 +85,8 @@ def make_batch():
     batch["old_log_probs"] = chosen(logits + 0.3 * torch.sin(7 * logits), batch["responses"])
     batch["ref_log_probs"] = chosen(logits + 0.5 * torch.cos(5 * logits), batch["responses"])
     batch["rollout_log_probs"] = chosen(logits + 0.6 * torch.sin(3 * logits), batch["responses"])
+    batch["teacher_logits"] = logits + 0.4 * torch.sin(9 * logits)
+    batch["teacher_log_probs"] = chosen(batch["teacher_logits"], batch["responses"])
     return batch, weight
 
 
@@ -97,6 +105,13 @@ def token_terms(term, batch, weight):
         return supervised_loss(batch["log_probs"], batch["response_mask"]), {}
     if kind == "squared_log_ratio":
         return safe_log_ratio(batch["log_probs"], batch["rollout_log_probs"], batch["response_mask"]).square(), {}
+    if term == "teacher_kl:sampled":
+        columns = ("log_probs", "old_log_probs", "teacher_log_probs", "taught")
+        return sampled_teacher_kl(*(batch[column] for column in columns)), {}
+    if term == "teacher_kl:full":
+        own, teacher = batch["features"].flatten(0, 1), batch["teacher_logits"].flatten(0, 1)
+        kl = full_kl(own, weight.T, teacher, torch.eye(VOCABULARY, dtype=torch.float64))
+        return torch.where(batch["taught"], kl.view(batch["taught"].shape), 0), {}
     if kind == "value":
         return value_loss(logits.sum(-1), batch["old_values"], batch["returns"], batch["response_mask"])
     old = batch["old_log_probs"] if kind == "weighted_kl" else None
@@ -128,14 +143,18 @@ def with_selected(term, batch):
     return {**batch, "selected": selector(*(batch[column] for column in columns_of(selector)))}
 
 
-def gradient_and_metrics(term, mode, batch, weight, counts):
+def gradient_and_metrics(term, mode, batch, weight, num_positive_tokens=None, **counts):
     """Return the gradient of the loss with respect to the weights, and the sums of the metrics.
 
-    Losses are divided by `counts`, which cover the rows of all ranks.
+    Losses are divided by the counts, which cover the rows of all ranks.
     """
-    weight = weight.clone().requires_grad_()
+    weight, mask = weight.clone().requires_grad_(), batch["response_mask"]
+    if term == "positive_nll":
+        log_probs = chosen(batch["features"] @ weight, batch["responses"])
+        loss = positive_nll(log_probs, mask, batch["positive_mask"], num_positive_tokens=num_positive_tokens)
+        return torch.autograd.grad(loss, weight)[0], {}
     losses, metrics = token_terms(term, batch, weight)
-    loss = aggregate_loss(losses, batch["response_mask"], mode, max_response_length=16, **counts)
+    loss = aggregate_loss(losses, mask, mode, max_response_length=16, **counts)
     return torch.autograd.grad(loss, weight)[0], metrics
 
 
@@ -157,7 +176,8 @@ def failures_of(term, mode, batch, weight, rows, wanted):
     part = {name: column[rows] for name, column in batch.items()}
     mask = part["response_mask"]
     counts = {"num_tokens": summed(mask.sum()), "num_sequences": summed(mask.any(-1).sum())}
-    gradient, metrics = gradient_and_metrics(term, mode, part, weight, counts)
+    counts["num_positive_tokens"] = summed((mask & part["positive_mask"]).sum())
+    gradient, metrics = gradient_and_metrics(term, mode, part, weight, **counts)
     names = sorted(expected)
     missing = torch.tensor(torch.nan, dtype=torch.float64)
     sums = torch.stack([missing * 0, *(metrics.get(name, missing).double() for name in names)])
@@ -179,15 +199,14 @@ def run_rank(rank, ranks, folder):
     )
     batch, weight = make_batch()
     failed, seen = {}, []
-    for term in TERMS:
+    for term, mode in CASES:
         columns = with_selected(term, batch)
-        for mode in LOSS_AGG_MODES:
-            seen.append(f"{term} {mode}")
-            wanted = gradient_and_metrics(term, mode, columns, weight, {})
-            for split in SPLITS[ranks]:
-                rows = torch.tensor(split[rank], dtype=torch.int64)
-                if found := failures_of(term, mode, columns, weight, rows, wanted):
-                    failed[f"{term} {mode} {split}"] = found
+        seen.append(f"{term} {mode}")
+        wanted = gradient_and_metrics(term, mode, columns, weight)
+        for split in SPLITS[ranks]:
+            rows = torch.tensor(split[rank], dtype=torch.int64)
+            if found := failures_of(term, mode, columns, weight, rows, wanted):
+                failed[f"{term} {mode} {split}"] = found
     dist.barrier()
     dist.destroy_process_group()
     Path(folder, f"{rank}.json").write_text(json.dumps({"failed": failed, "seen": seen}))
@@ -209,7 +228,7 @@ def test_A2_any_split_over_ranks_gives_the_gradient_and_the_metric_sums_of_one_p
     assert [process.returncode for process in processes] == [0] * ranks, "\n".join(outputs)
     for rank in range(ranks):
         report = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert report == {"failed": {}, "seen": CASES}
+        assert report == {"failed": {}, "seen": [f"{term} {mode}" for term, mode in CASES]}
 
 
 if __name__ == "__main__":

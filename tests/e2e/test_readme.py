@@ -163,7 +163,8 @@ def test_the_methods_that_combine_other_parts_are_accepted():
     assert [name for name, _ in methods] == [
         "LitePPO", "VC-PPO", "LUSPO", "INTELLECT-3 (IcePop with a mean over all tokens of the batch)",
         "self-normalised importance sampling", "TR-DPO's reference updates, in GRPO", "MIS, masked importance sampling",
-        "SDFT",
+        "SDFT, whose teacher is a moving average of the policy",
+        "Kimi K2.5's policy loss, with bounds and coefficients of our own, because the report gives none",
     ]  # fmt: skip
     for _, settings in methods:
         check_algorithm(compose(settings.split())[0])

@@ -10,6 +10,7 @@ from rltrain.base.storage import Folder
 from rltrain.monitoring.tracking import Tracker
 from rltrain.run.checkpoints import Checkpoints
 from rltrain.settings.compose import compose
+from tests.chat_model import GAME, save_chat_model
 from tests.in_process_trainer import in_process_trainer
 from tests.policy_weights import weights_of
 from tests.unit.test_resume_in_process import Silent
@@ -98,6 +99,38 @@ async def test_in_the_warm_up_the_critic_learns_monte_carlo_returns_and_then_tho
             if step == 2:  # with a lambda of 0, the return of a token is gamma times the next token's value
                 expected = torch.cat([0.9 * values[1:], torch.tensor([score])])
             assert torch.allclose(returns, expected, rtol=1e-5, atol=1e-5), (step, row)
+    assert batch.values("values").abs().max() > 1e-2
+
+
+async def test_in_the_warm_up_with_turns_as_actions_the_critic_learns_the_discounted_rewards_of_turns(tasks, tmp_path):
+    """The discount is per turn, and all tokens of a turn have the turn's return, as after the warm-up."""
+    (tmp_path / "game.py").write_text(GAME)
+    chat = str(save_chat_model(tmp_path / "chat"))
+    rows = "".join(json.dumps({"prompt": f"guess {n}", "answer": str(n)}) + "\n" for n in range(8))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    made = await trainer(
+        tasks, chat, "algorithm=turn_ppo", "algorithm.advantage={gamma: 0.5, lam: 0.0}", "critic.warmup_steps=2",
+        "critic.lr=1e-2", f"model.path={chat}", f"rollout.environment={tmp_path}/game.py:Game", "data.val=null",
+        f"data.train={tmp_path}/rows.jsonl", "reward.functions=[environment_reward]", "rollout.max_prompt_length=100",
+        "rollout.max_response_length=150", "rollout.max_turn_length=12",
+    )  # fmt: skip
+    turns_seen = set()
+    for step in range(3):
+        _, batch = await made.train_step()
+        for row in range(len(batch)):
+            part = batch[[row]]
+            columns = ("turn_index", "token_level_rewards", "values", "returns")
+            tokens = zip(*(part.values(name).tolist() for name in columns), strict=True)
+            turns = [
+                [one[1:] for one in own] for turn, own in itertools.groupby(tokens, key=lambda one: one[0]) if turn >= 0
+            ]
+            following, turns_seen = 0.0, turns_seen | {len(turns)}
+            for own in reversed(turns):
+                rewards, values, returns = zip(*own, strict=True)
+                to_go = sum(rewards) + 0.5 * following
+                assert returns == pytest.approx([to_go] * len(own), rel=1e-5, abs=1e-5), (step, row)
+                following = to_go if step < 2 else values[0]  # after the warm-up, lambda is 0
+    assert max(turns_seen) == 3
     assert batch.values("values").abs().max() > 1e-2
 
 

@@ -12,11 +12,20 @@ from workers.models.fsdp import full
 ONE_UPDATE = ["trainer.prompts_per_minibatch=4", "actor.lr=3e-3", "trainer.deterministic=true"]
 LOSS = "algorithm.kl_loss.kl_loss_coef=0.1"
 REWARD = "algorithm.kl_in_reward.kl_coef=0.05"
+# A teacher that sees the policy's own prompt, so that its KL is 0 if it has the policy's weights. The rewards move the
+# policy in the first step.
+TEACHER = [
+    "algorithm=distill", "algorithm.distillation.outcome_coef=1",
+    "algorithm.distillation.teachers=[{path: reference, prompt_template: '{prompt}'}]",
+]  # fmt: skip
 KINDS = {
     "in the loss": [LOSS],
     "exact in the loss": [LOSS, "algorithm.kl_loss.kl_estimator=full"],
     "in the reward": [REWARD],
     "exact in the reward": [REWARD, "algorithm.kl_in_reward.kl_estimator=full"],
+    "exact to a teacher": TEACHER,
+    "sampled, to a teacher": [*TEACHER, "algorithm.distillation.kl=sampled"],
+    "exact to a teacher and in the loss": [*TEACHER, LOSS, "algorithm.kl_loss.kl_estimator=full"],
 }
 
 
@@ -36,6 +45,8 @@ def metric(run, name):
 
 
 def kl_of(run, kind):
+    if "teacher" in kind:
+        return metric(run, "actor/teacher_kl")
     return metric(run, "actor/ref_kl" if "loss" in kind else "reward/kl")
 
 
@@ -89,11 +100,12 @@ async def test_updates_of_the_reference_change_what_is_learnt(start, tmp_path):
         assert any((tensor - found[other][name]).abs().max() > 1e-5 for name, tensor in found[one].items())
 
 
+@pytest.mark.parametrize("kind", ["exact in the loss", "exact to a teacher"])
 @pytest.mark.parametrize("settings", [every(2), every(1, 0.3)], ids=["copy", "average"])
 async def test_F4_a_run_that_goes_back_to_a_checkpoint_or_its_start_goes_back_to_the_reference_of_then(
-    start, tmp_path, settings
+    start, tmp_path, settings, kind
 ):
-    exact = [*ONE_UPDATE, *KINDS["exact in the loss"], *settings]
+    exact = [*ONE_UPDATE, *KINDS[kind], *settings]
     whole = await fitted(start, tmp_path / "whole", *exact)
     again = await (await new_run(start, tmp_path / "again", *exact, "trainer.save_every=0")).steps(3)
     await again.trainer.restore(again.trainer.last_good())

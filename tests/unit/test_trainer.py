@@ -266,7 +266,8 @@ async def test_a_ppo_step_updates_the_critic_before_the_actor_each_with_its_own_
 
 
 async def test_actor_and_critic_get_the_same_batch_and_plan_and_all_columns():
-    made, _ = trainer("algorithm=ppo", "trainer.epochs_per_step=3", reference=True, critic=True)
+    kl = "algorithm.kl_in_reward.kl_coef=0.1"
+    made, _ = trainer("algorithm=ppo", "trainer.epochs_per_step=3", kl, reference=True, critic=True)
     _, batch = await made.train_step()
     (actor_batch, plan), (critic_batch, critic_plan) = made.actor.updates[0], made.critic.updates[0]
     assert actor_batch is critic_batch is batch
@@ -314,7 +315,7 @@ async def test_groups_that_were_dropped_or_are_missing_are_told_only_where_they_
 
 
 async def test_metrics_name_their_role_and_every_phase_is_timed():
-    made, _ = trainer("algorithm=ppo", reference=True, critic=True)
+    made, _ = trainer("algorithm=ppo", "algorithm.kl_in_reward.kl_coef=0.1", reference=True, critic=True)
     metrics, _ = await made.train_step()
     phases = (
         "generate", "old_log_probs", "ref_log_probs", "values", "rewards", "advantages", "update_critic", "update_actor"

@@ -59,20 +59,20 @@ class ActorWorker:
         self.config, self.path = config, Path(path)
         self._load_start()
         algorithm = config.algorithm
-        # For the exact KL, the actor needs the output head of the reference model, because the reference model sends
+        # For an exact KL, the actor needs the output head of the reference model, because the reference model sends
         # only hidden states. The actor starts with the weights of the reference model, so `ref_head` is initialized
         # with a copy of the actor's own output head. `ref_head` is rounded to the dtype in which the reference model
         # computes, so that the KL divergence of a policy from itself is 0. If the reference model is updated,
         # `set_reference_head` replaces the actor's copy of the reference model's output head.
         self.ref_head: Tensor | None = None
-        self.teacher_heads: list[Tensor] = []  # output heads of the teachers, in the order of the config
+        self.teacher_heads: dict[str, Tensor] = {}  # maps the name of each teacher model to its output head
         head = self.model.get_output_embeddings()
         if head.bias is not None and (algorithm.needs_full_kl or algorithm.distillation.full):
             raise ConfigError(
                 f"model.path={path}: the exact KL (full=true) does not support this model, because its last layer "
                 "has a bias; use a KL estimator (full=false)"
             )
-        if algorithm.needs_full_kl:
+        if algorithm.needs_reference_head:
             self.ref_head = full(head.weight.detach()).to(device(), getattr(torch, config.model.dtype), copy=True)
 
     def _load_start(self) -> None:
@@ -128,15 +128,22 @@ class ActorWorker:
 
     def _reference(self, part: DataProto) -> tuple[Tensor, Tensor]:
         """Return the hidden states (R, H) at the response tokens and the output head (V, H) of the reference model."""
+        return part.values("ref_hidden").to(device()), self._reference_head()
+
+    def _reference_head(self) -> Tensor:
         assert self.ref_head is not None, "the exact KL requires a copy of the reference model's output head"
-        return part.values("ref_hidden").to(device()), self.ref_head
+        return self.ref_head
 
-    def add_teacher_head(self, head: Tensor) -> None:
-        """Append a teacher's output head (V', H'), which `TeacherWorker.output_head` returned, to `teacher_heads`.
+    def set_teacher_head(self, name: str, head: Tensor) -> None:
+        """Keep a copy of a teacher's output head (V', H'), which `TeacherWorker.output_head` returned.
 
-        The output heads of several teachers must be appended in the order of the teachers in the config. The exact KL
-        to a teacher needs the teacher's output head, because the teacher sends only hidden states. If the teacher's
-        vocabulary is larger than the policy's, the teacher's distribution is restricted to the policy's vocabulary.
+        The exact KL to a teacher needs the teacher's output head, because the teacher sends only hidden states. If the
+        teacher's vocabulary is larger than the policy's, the teacher's distribution is restricted to the policy's
+        vocabulary. A teacher that is the reference model has no copy of its own: its head is `ref_head`.
+
+        Args:
+            name: name of the teacher in the config.
+            head: the teacher's output head, times the teacher's `logit_scale`.
 
         Raises:
             ConfigError: the policy's logits have a soft cap.
@@ -151,12 +158,16 @@ class ActorWorker:
         # The teacher's output head is divided by the policy's `logit_scale`, because `policy_output` multiplies the
         # teacher's logits by the policy's `logit_scale`.
         scaled = head[:words] / logit_scale(self.model)
-        self.teacher_heads.append(scaled.to(device(), getattr(torch, self.config.model.dtype)))
+        self.teacher_heads[name] = scaled.to(device(), getattr(torch, self.config.model.dtype))
 
     def _teachers(self, part: DataProto) -> TeacherStates:
         """Return the teachers' last hidden states at the response tokens of `part`, and the teachers' output heads."""
         numbers = part.batch["teacher"].repeat_interleave(part.lengths("responses"))
-        return TeacherStates(numbers, part.values("teacher_hidden").to(device()), self.teacher_heads)
+        heads = [
+            self.teacher_heads[teacher.name] if teacher.is_model else self._reference_head()
+            for teacher in self.config.algorithm.distillation.teachers
+        ]
+        return TeacherStates(numbers, part.values("teacher_hidden").to(device()), heads)
 
     def update(
         self,

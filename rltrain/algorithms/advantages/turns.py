@@ -76,3 +76,17 @@ class Turns:
         """
         check_discount("gamma", gamma)
         return discounted_suffix_sum(self.rewards(token_level_rewards), gamma)
+
+
+def turn_returns_to_go(
+    token_level_rewards: Tensor, response_mask: Tensor, turn_index: Tensor, *, gamma: float = 1.0
+) -> Tensor:
+    """Compute the return G_k of `Turns.returns_to_go`, and give it to each trained token of turn k.
+
+    All tensors have the shape (B, T). The returns are 0 in masked slots and have no gradient.
+
+    Raises:
+        ValueError: if `gamma` is outside [0, 1].
+    """
+    turns = Turns(response_mask, turn_index)
+    return turns.at_tokens(turns.out_of_order(turns.returns_to_go(token_level_rewards, gamma)))

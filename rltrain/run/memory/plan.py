@@ -6,8 +6,22 @@ from dataclasses import dataclass
 
 from rltrain.base.errors import ConfigError
 from rltrain.run.memory.engines import cache_rows, engine
-from rltrain.run.memory.parts import MIB, PHASES, FixedSizes, ModelShape, Node, Part, ProcessMemory, peak, said, total
-from rltrain.run.memory.training import roles_of, training_ranks
+from rltrain.run.memory.parts import (
+    LOG_PROBS,
+    MIB,
+    PHASES,
+    UPDATE,
+    WIDTHS,
+    FixedSizes,
+    ModelShape,
+    Node,
+    Part,
+    ProcessMemory,
+    peak,
+    said,
+    total,
+)
+from rltrain.run.memory.training import hidden_columns, roles_of, training_ranks
 from rltrain.settings.schema import Config
 
 # Largest relative difference between the estimated and the measured peaks of memory.
@@ -97,10 +111,7 @@ def memory_plan(config: Config, models: ModelFacts, nodes: Sequence[Node]) -> Me
     roles = roles_of(config, models.shape, models.others, adapters=models.adapters, needs_critic=models.needs_critic)
     ranks = training_ranks(config, roles, models.limits, on_gpu=on_gpu)
     answers = engine(config, models.shape, models.limits, gpu_memory=gpu_memory, on_gpu=on_gpu)
-    others = [
-        _fixed("reward worker", config.placement.reward_workers, REWARD_WORKER),
-        _fixed("driver and Ray", 1, DRIVER),
-    ]
+    others = [_fixed("reward worker", config.placement.reward_workers, REWARD_WORKER), _driver(config, models)]
     processes = [*ranks, answers, *others]
     places = _gpus(config, ranks, answers, gpu_memory) if on_gpu else []
     rows = cache_rows(config, answers, models.shape) if config.rollout.engine == "vllm" else None
@@ -111,6 +122,21 @@ def memory_plan(config: Config, models: ModelFacts, nodes: Sequence[Node]) -> Me
 
 def _fixed(name: str, count: int, size: float) -> ProcessMemory:
     return ProcessMemory(name=name, count=count, host=dict.fromkeys(PHASES, (Part("process", size),)), device={})
+
+
+def _driver(config: Config, models: ModelFacts) -> ProcessMemory:
+    """Return the memory of the driver together with Ray's daemons.
+
+    For exact KLs, the driver's batch contains hidden states of all response tokens, and the copy that the driver sends
+    to the ranks of the actor is in Ray's object store.
+    """
+    rollout, rows = config.rollout, config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+    widths = sum(hidden_columns(config, models.shape, models.others))
+    size = 2 * rows * rollout.max_response_length * widths * WIDTHS[config.model.dtype]
+    hidden = Part("hidden states of a step", size, f"lower trainer.prompts_per_step={config.trainer.prompts_per_step}")
+    own = Part("process", DRIVER)
+    phases = {phase: (own, hidden) if size and phase in (LOG_PROBS, UPDATE) else (own,) for phase in PHASES}
+    return ProcessMemory(name="driver and Ray", count=1, host=phases, device={})
 
 
 def _gpus(

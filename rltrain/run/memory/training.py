@@ -22,6 +22,7 @@ from rltrain.run.memory.parts import (
     ProcessMemory,
     total,
 )
+from rltrain.settings.distillation_config import REFERENCE
 from rltrain.settings.schema import REWARD_MODEL, Config
 
 # Bytes of host memory that Python, torch and other libraries take in a training rank, before a model is loaded.
@@ -54,6 +55,10 @@ class RoleMemory:
         trained: number of trained parameters; 0 for a model that is never trained.
         width: number of bytes of one stored parameter.
         has_head: whether the model computes logits over the vocabulary.
+        other_heads: number of elements of the output heads of other models, of which the actor keeps whole copies to
+            compute exact KLs.
+        hidden: number of elements of hidden states for each response token that the role sends to the actor, or that
+            the actor reads, to compute exact KLs.
     """
 
     name: str
@@ -61,6 +66,8 @@ class RoleMemory:
     trained: int
     width: int
     has_head: bool = True
+    other_heads: int = 0
+    hidden: int = 0
 
 
 def training_ranks(
@@ -93,18 +100,58 @@ def roles_of(
     averaged = config.algorithm.reference.refresh_coef < 1
     found = []
     for name in config.roles(needs_critic=needs_critic):
+        sent = _sent_width(config, name, others.get(name, shape))
         if name == "actor":
             trained = shape.parameters if adapters is None else adapters
-            found.append(RoleMemory(name=name, shape=shape, trained=trained, width=MASTER))
+            heads, hidden = _other_heads(config, shape, others), sum(hidden_columns(config, shape, others))
+            found.append(
+                RoleMemory(name=name, shape=shape, trained=trained, width=MASTER, other_heads=heads, hidden=hidden)
+            )
         elif name == "critic":
             found.append(RoleMemory(name=name, shape=shape, trained=shape.parameters, width=MASTER, has_head=False))
         elif name == "reference":
             width = MASTER if averaged else compute
-            found.append(RoleMemory(name=name, shape=shape, trained=0, width=width))
+            found.append(RoleMemory(name=name, shape=shape, trained=0, width=width, hidden=sent))
         else:
             has_head = not name.startswith(REWARD_MODEL)
-            found.append(RoleMemory(name=name, shape=others[name], trained=0, width=compute, has_head=has_head))
+            found.append(
+                RoleMemory(name=name, shape=others[name], trained=0, width=compute, has_head=has_head, hidden=sent)
+            )
     return found
+
+
+def hidden_columns(config: Config, shape: ModelShape, others: Mapping[str, ModelShape]) -> list[int]:
+    """Return the width of each column of hidden states (N, width) that the exact KLs of a run need.
+
+    Args:
+        config: the whole config.
+        shape: sizes of the model that is trained, and of the reference model.
+        others: maps the roles of teachers to the sizes of their models.
+    """
+    algorithm = config.algorithm
+    columns = [shape.hidden] if algorithm.needs_full_kl else []
+    if algorithm.distillation.full:
+        # Hidden states of all teachers are in one column, which is as wide as those of the widest teacher.
+        columns.append(max(others.get(teacher.role, shape).hidden for teacher in algorithm.distillation.teachers))
+    return columns
+
+
+def _sent_width(config: Config, role: str, shape: ModelShape) -> int:
+    """Return the number of elements of hidden states that a role sends to the actor for each response token."""
+    algorithm = config.algorithm
+    teaches = algorithm.distillation.full and any(role == one.role for one in algorithm.distillation.teachers)
+    return shape.hidden if teaches or (role == REFERENCE and algorithm.needs_full_kl) else 0
+
+
+def _other_heads(config: Config, shape: ModelShape, others: Mapping[str, ModelShape]) -> int:
+    """Return the number of elements of the output heads that the actor keeps to compute exact KLs.
+
+    A copy of a teacher's head has only the rows of the policy's vocabulary.
+    """
+    algorithm = config.algorithm
+    teachers = algorithm.distillation.models if algorithm.distillation.full else []
+    heads = sum(shape.vocabulary * others[teacher.role].hidden for teacher in teachers)
+    return heads + (shape.head if algorithm.needs_reference_head else 0)
 
 
 def _process(
@@ -170,6 +217,8 @@ class RankMemory:
         states = self.states(phase) if self.config.model.cpu_offload else []
         if phase == START and self.on_gpu:
             return [*states, self.loading()]
+        if phase == LOG_PROBS:
+            return [*states, *self.largest([self.sent(role)] for role in self.roles if role.name != "actor")]
         return [*states, *self.saving()] if phase == SAVE else states
 
     def states(self, phase: str) -> list[Part]:
@@ -177,9 +226,8 @@ class RankMemory:
         weights = sum(role.shape.parameters * role.width + _extra(role) for role in self.roles) / self.shards
         moments = sum(role.trained for role in self.roles) * MOMENTS / self.shards
         parts = [Part("parameters", weights, self.more_ranks)]
-        if self.config.algorithm.needs_full_kl and any(role.name == "actor" for role in self.roles):
-            actor = next(role for role in self.roles if role.name == "actor")
-            parts.append(Part("reference's output head", actor.shape.head * self.compute))
+        if heads := sum(role.other_heads for role in self.roles):
+            parts.append(Part("output heads of other models", heads * self.compute))
         return parts if phase == START else [*parts, Part("optimizer states", moments, self.more_ranks)]
 
     @staticmethod
@@ -217,6 +265,7 @@ class RankMemory:
             self.gathered(role),
             Part("activations", tokens * widths * self.compute, self.fewer(role)),
             self.scores(role),
+            self.hidden_states(role),
         ]
         return [*parts, self.chunk(role)] if role.has_head else parts
 
@@ -236,6 +285,7 @@ class RankMemory:
         chunk = [self.chunk(role)] if role.has_head else []
         holes = 0 if self.on_gpu else HOLES_OF_GRADIENTS * own.size + HOLES_OF_ACTIVATIONS * activations.size
         both = [self.gathered(role), head, Part("freed memory that glibc keeps", holes), self.scores(role)]
+        both.append(self.hidden_states(role))
         begin = [*both, activations, *chunk, *([own] if self.passes(role) > 1 else [])]
         end = [*both, own, *([head] if shape.tied else []), *reduced]
         return self.largest([begin, end])
@@ -265,9 +315,28 @@ class RankMemory:
 
     def chunk(self, role: RoleMemory) -> Part:
         """Return the peak memory of logits, which the output head computes in chunks of at most `limits.chunk`."""
-        prompt, answers, _ = self._group()
-        logits = self.tokens(role) * answers / (prompt + answers) * role.shape.vocabulary
+        logits = self._response_tokens(role) * role.shape.vocabulary
         return Part("logits of a chunk", CHUNKS * min(self.limits.chunk, logits) * MASTER)
+
+    def hidden_states(self, role: RoleMemory) -> Part:
+        """Return the hidden states for exact KLs at the response tokens of one forward pass."""
+        size = self._response_tokens(role) * role.hidden * self.compute
+        return Part("hidden states for the exact KL", size, self.fewer(role))
+
+    def sent(self, role: RoleMemory) -> Part:
+        """Return the hidden states for exact KLs that a role computes in one training step, before it sends them.
+
+        The hidden states of all forward passes are collected, and then copied into one column.
+        """
+        config = self.config
+        rows = -(-config.trainer.prompts_per_step * config.rollout.samples_per_prompt // config.placement.actor_ranks)
+        size = 2 * rows * config.rollout.max_response_length * role.hidden * self.compute
+        return Part("hidden states of a step", size, self.more_ranks)
+
+    def _response_tokens(self, role: RoleMemory) -> float:
+        """Return the largest number of response tokens that the rank processes in one forward pass."""
+        prompt, answers, _ = self._group()
+        return self.tokens(role) * answers / (prompt + answers)
 
     def tokens(self, role: RoleMemory) -> int:
         """Return the largest number of tokens that the rank processes in one forward pass."""

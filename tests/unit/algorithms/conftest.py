@@ -12,6 +12,7 @@ from rltrain.algorithms import columns_of
 Batch = dict[str, Tensor]
 UID = [5, 9, 5, 9, 5, 9, 5, 7]  # the group id of each row: interleaved groups of 4, 3 and 1 rows
 SUCCESSES = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]  # 1 = the answer of the row is correct
+TAUGHT = [True, True, False, True, True, True, False, True]  # True = a teacher has scored the row
 VALID = [True, True, True, True, True, True, False, True]
 
 
@@ -45,6 +46,9 @@ def build_batch(seed: int = 0, *, length: int = 9, spread: float = 0.8) -> Batch
         "turn_index": torch.arange(length).repeat(rows, 1) // 3,
         "turn_states": torch.arange(length).repeat(rows, 1) // 3 % 2,
         "random_draws": torch.rand(rows, length, generator=generator, dtype=torch.float64),
+        "positive_mask": (torch.tensor(SUCCESSES) > 0)[:, None].expand(rows, length),
+        "teacher_log_probs": old_log_probs + spread * normal(rows, length),
+        "taught": mask & torch.tensor(TAUGHT)[:, None],
         "uid": torch.tensor(UID),
         "valid": torch.tensor(VALID),
     }

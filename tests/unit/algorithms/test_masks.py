@@ -9,10 +9,13 @@ from rltrain.algorithms import (
     POLICY_LOSSES,
     aggregate_loss,
     apply_kl_in_reward,
+    distilled_advantages,
     kl_estimate,
     normalize_advantages,
+    positive_nll,
     rollout_correction,
     rollout_rejection,
+    sampled_teacher_kl,
     supervised_loss,
     value_loss,
 )
@@ -77,6 +80,23 @@ def squared_log_ratio(batch):
     return differentiable("log_probs", batch, squares)
 
 
+def teacher_kl(batch):
+    columns = ("log_probs", "old_log_probs", "teacher_log_probs", "taught")
+    return differentiable("log_probs", batch, lambda b: (sampled_teacher_kl(*(b[name] for name in columns)), {}))
+
+
+def nll_of_correct_answers(batch):
+    log_probs = batch["log_probs"].clone().requires_grad_()
+    loss = positive_nll(log_probs, batch["response_mask"], batch["positive_mask"])
+    return [loss.detach()], torch.autograd.grad(loss, log_probs)[0]
+
+
+def distilled(batch):
+    columns = ("advantages", "old_log_probs", "teacher_log_probs", "taught")
+    advantages = distilled_advantages(*(batch[name] for name in columns))
+    return [torch.where(batch["response_mask"] != 0, advantages, 0)], None
+
+
 def advantage(name, call):
     return lambda batch: (list(call(ADVANTAGE_ESTIMATORS.get(name), batch)), None)
 
@@ -110,6 +130,9 @@ def functions(call):
         },
         "squared log-ratio": squared_log_ratio,
         "supervised": supervised,
+        "sampled teacher KL": teacher_kl,
+        "negative log-likelihood of correct answers": nll_of_correct_answers,
+        "distilled advantages": distilled,
         "value": value,
         "kl in reward": kl_in_reward,
         "whitening": lambda batch: ([normalize_advantages(batch["advantages"], batch["response_mask"])], None),

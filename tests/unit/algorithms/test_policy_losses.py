@@ -179,8 +179,8 @@ def test_D3_gspos_sequence_loss_does_not_depend_on_length():
 
 def test_the_aggregations_that_a_loss_is_defined_for_exist():
     found = {name: POLICY_LOSSES.metadata(name).get("aggregations") for name in POLICY_LOSSES.names()}
-    assert {name for name, modes in found.items() if modes} == {"gspo", "geo_mean"}
-    assert {*found["gspo"], *found["geo_mean"]} <= set(LOSS_AGG_MODES)
+    assert {name for name, modes in found.items() if modes} == {"gspo", "geo_mean", "mean_ratio"}
+    assert {*found["gspo"], *found["geo_mean"], *found["mean_ratio"]} <= set(LOSS_AGG_MODES)
 
 
 def test_a_loss_says_what_it_does_with_selected_tokens_and_has_a_selector_if_it_reads_them():

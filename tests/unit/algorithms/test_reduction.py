@@ -6,7 +6,17 @@ The tests cover every combination of loss term and aggregation mode.
 import pytest
 import torch
 
-from rltrain.algorithms import KL_ESTIMATORS, POLICY_LOSSES, aggregate_loss, kl_estimate, supervised_loss, value_loss
+from rltrain.algorithms import (
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    aggregate_loss,
+    full_kl,
+    kl_estimate,
+    positive_nll,
+    sampled_teacher_kl,
+    supervised_loss,
+    value_loss,
+)
 from rltrain.algorithms.aggregation import LOSS_AGG_MODES
 from rltrain.algorithms.ratio import safe_log_ratio
 
@@ -18,7 +28,11 @@ TERMS = (
     "value",
     "supervised",
     "squared_log_ratio",
+    "teacher_kl:sampled",
+    "teacher_kl:full",
 )
+# The negative log-likelihood of correct answers is a mean over their tokens, whatever the aggregation mode is.
+CASES = [*((term, mode) for term in TERMS for mode in LOSS_AGG_MODES), ("positive_nll", "token-mean")]
 VOCABULARY = 5
 
 
@@ -29,6 +43,7 @@ def batch(make_batch):
     generator = torch.Generator().manual_seed(2)
     batch["logits"] = torch.randn(*batch["response_mask"].shape, VOCABULARY, generator=generator, dtype=torch.float64)
     batch["responses"] = torch.randint(VOCABULARY, batch["response_mask"].shape, generator=generator)
+    batch["teacher_logits"] = batch["logits"] + 0.5 * torch.cos(5 * batch["logits"])
     batch["old_log_probs"] = chosen(batch["logits"] + 0.3 * torch.sin(7 * batch["logits"]), batch["responses"])
     return batch
 
@@ -58,7 +73,23 @@ def token_terms(term, batch, call):
         return supervised_loss(batch["log_probs"], batch["response_mask"]), {}
     if kind == "squared_log_ratio":
         return safe_log_ratio(batch["log_probs"], batch["rollout_log_probs"], batch["response_mask"]).square(), {}
+    if term == "teacher_kl:sampled":
+        columns = ("log_probs", "old_log_probs", "teacher_log_probs", "taught")
+        return sampled_teacher_kl(*(batch[name] for name in columns)), {}
+    if term == "teacher_kl:full":
+        head = torch.eye(VOCABULARY, dtype=torch.float64)
+        kl = full_kl(batch["logits"].flatten(0, 1), head, batch["teacher_logits"].flatten(0, 1), head)
+        return torch.where(batch["taught"], kl.view(batch["taught"].shape), 0), {}
     return value_loss(batch["logits"].sum(-1), batch["old_values"], batch["returns"], batch["response_mask"])
+
+
+def loss_and_metrics(term, mode, batch, call, num_positive_tokens=None, **counts):
+    """Return the loss of one term and its metrics. Without counts, the loss is a mean over the rows of `batch`."""
+    if term == "positive_nll":
+        log_probs, masks = chosen(batch["logits"], batch["responses"]), (batch["response_mask"], batch["positive_mask"])
+        return positive_nll(log_probs, *masks, num_positive_tokens=num_positive_tokens), {}
+    losses, metrics = token_terms(term, batch, call)
+    return aggregate_loss(losses, batch["response_mask"], mode, max_response_length=16, **counts), metrics
 
 
 def gradient_and_metrics(term, mode, batch, parts, call, take_rows):
@@ -68,12 +99,13 @@ def gradient_and_metrics(term, mode, batch, parts, call, take_rows):
     """
     logits = batch["logits"].clone().requires_grad_()
     mask = batch["response_mask"]
-    counts = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum(), "max_response_length": 16}
+    counts = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum()}
+    counts["num_positive_tokens"] = (mask & batch["positive_mask"]).sum()
     totals = {}
     for rows in parts:
         micro = take_rows({**batch, "logits": logits}, rows)
-        losses, metrics = token_terms(term, micro, call)
-        aggregate_loss(losses, micro["response_mask"], mode, **counts).backward()
+        loss, metrics = loss_and_metrics(term, mode, micro, call, **counts)
+        loss.backward()
         for name, value in metrics.items():
             totals[name] = totals.get(name, 0) + value
     return logits.grad, totals
@@ -91,8 +123,7 @@ def partitions(rows):
     yield (torch.arange(rows), torch.arange(0))  # the second rank has no rows
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize(("term", "mode"), CASES)
 def test_A1_any_partition_gives_the_gradient_and_the_metrics_of_the_whole(term, mode, batch, call, take_rows):
     rows = batch["response_mask"].shape[0]
     whole, metrics = gradient_and_metrics(term, mode, batch, [torch.arange(rows)], call, take_rows)
@@ -103,8 +134,7 @@ def test_A1_any_partition_gives_the_gradient_and_the_metrics_of_the_whole(term, 
             assert sums[name].item() == pytest.approx(value.item(), rel=1e-10), name
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize(("term", "mode"), CASES)
 def test_A4_rows_taken_out_of_the_mask_leave_numerator_and_denominator(term, mode, batch, call, take_rows):
     keep = torch.tensor([0, 2, 4, 5, 7])
     masked = {**batch, "response_mask": batch["response_mask"].clone()}
@@ -116,12 +146,10 @@ def test_A4_rows_taken_out_of_the_mask_leave_numerator_and_denominator(term, mod
     assert (with_masked[[1, 3, 6]] == 0).all()
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize(("term", "mode"), CASES)
 def test_A5_permuting_rows_changes_nothing_and_duplicating_them_no_mean(term, mode, batch, call, take_rows):
     def loss(of):
-        losses, _ = token_terms(term, of, call)
-        return aggregate_loss(losses, of["response_mask"], mode, max_response_length=16).item()
+        return loss_and_metrics(term, mode, of, call)[0].item()
 
     rows = torch.arange(8)
     expected = loss(batch)
@@ -130,8 +158,7 @@ def test_A5_permuting_rows_changes_nothing_and_duplicating_them_no_mean(term, mo
     assert twice == pytest.approx(expected * (2 if mode == "token-sum" else 1), rel=1e-10)
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize(("term", "mode"), CASES)
 def test_A6_a_fully_masked_micro_batch_adds_exactly_zero(term, mode, batch, call, take_rows):
     whole, metrics = gradient_and_metrics(term, mode, batch, [torch.arange(8)], call, take_rows)
     empty, zeros = gradient_and_metrics(term, mode, batch, [torch.tensor([3])], call, take_rows)
@@ -139,7 +166,7 @@ def test_A6_a_fully_masked_micro_batch_adds_exactly_zero(term, mode, batch, call
     assert all(zeros[name].item() == 0 for name in metrics)
 
 
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("term", [*TERMS, "positive_nll"])
 def test_D5_every_term_moves_the_gradient(term, batch, call, take_rows):
     whole, _ = gradient_and_metrics(term, "token-mean", batch, [torch.arange(8)], call, take_rows)
     assert whole.abs().max() > 1e-3

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from rltrain.algorithms import ADVANTAGE_ESTIMATORS
+from rltrain.algorithms import ADVANTAGE_ESTIMATORS, turn_returns_to_go
 from rltrain.algorithms.advantages.turns import Turns
 
 turn_rloo, turn_gae, gigpo = (ADVANTAGE_ESTIMATORS.get(name) for name in ("turn_rloo", "turn_gae", "gigpo"))
@@ -39,6 +39,13 @@ def test_turn_rloo_on_a_case_worked_by_hand():
     close(returns, advantages)
     # With gamma 0.5, the returns to go are 1 + 0.5 (2 + 0.5 * 4) = 3, 4, 4 in row 0 and 3 + 0.5 * 5 = 5.5, 5 in row 1.
     close(turn_rloo(REWARDS, MASK, SAME, VALID, INDEX, gamma=0.5)[0], on_turns([-2.5, -1, 4], [2.5, 1]))
+
+
+def test_returns_to_go_of_turns_on_a_case_worked_by_hand():
+    wanted = on_turns([1 + 0.5 * (2 + 0.5 * 4), 2 + 0.5 * 4, 4], [3 + 0.5 * 5, 5])
+    close(turn_returns_to_go(REWARDS, MASK, INDEX, gamma=0.5), wanted)
+    with pytest.raises(ValueError, match=r"gamma=1\.5"):
+        turn_returns_to_go(REWARDS, MASK, INDEX, gamma=1.5)
 
 
 def test_turn_gae_on_a_case_worked_by_hand():

@@ -180,6 +180,7 @@ def facts_of(loss_mode):
         ("gspo", "token-mean", "seq-mean-token-mean or seq-mean-token-sum"),
         ("gspo", "seq-mean-token-sum-norm", "seq-mean-token-mean or seq-mean-token-sum"),
         ("geo_mean", "seq-mean-token-sum", "seq-mean-token-mean"),
+        ("mean_ratio", "token-mean", "seq-mean-token-mean"),
     ],
 )
 def test_it_says_where_a_loss_of_whole_answers_is_not_aggregated_as_it_is_defined(loss, mode, defined):
@@ -196,6 +197,7 @@ def test_it_says_where_a_loss_of_whole_answers_is_not_aggregated_as_it_is_define
         ("gspo", "seq-mean-token-mean"),
         ("gspo", "seq-mean-token-sum"),  # LUSPO
         ("geo_mean", "seq-mean-token-mean"),
+        ("mean_ratio", "seq-mean-token-mean"),
         ("vanilla", "token-sum"),
     ],
 )
@@ -311,7 +313,13 @@ def test_teachers_have_a_line_and_their_memory():
         "answers up to 1 weight version old have no importance weights; the policy is matched to the teachers on the "
         "tokens of these answers"
     )
+    penalty = [*exact, "algorithm.loss_mode=dro", "algorithm.correction.level=token"]
+    assert row("off-policy", *penalty, "trainer.max_staleness=1").startswith(
+        "answers up to 1 weight version old have token importance weights"
+    )
     assert "(actor, reference, teacher math)" in row("processes", *words)
+    follow = "algorithm.reference.refresh_every=1"
+    assert ", reference = the reference model (with a teacher" in row("teachers", *words, follow, facts=facts)
     assert "teachers" not in dict(plan_rows(config_of(), FACTS))
 
 

@@ -146,7 +146,8 @@ PRESETS = {
     "grpo": {},
     "grpo_passk": {"advantage_estimator": "grpo_passk", **NO_CAP},
     "grpo_s": {
-        "advantage_estimator": "grpo_s", "advantage.beta_1": 1.0, "advantage.beta_2": 0.1, **CLIP_HIGHER, **EACH_ANSWER,
+        "advantage_estimator": "grpo_s", "advantage.beta_1": 1.0, "advantage.beta_2": 0.1, "loss_mode": "mean_ratio",
+        **EACH_ANSWER,
     },
     "gspo": {"loss_mode": "gspo", **EACH_ANSWER},
     "gtpo": {

@@ -2,11 +2,13 @@
 
 import pytest
 
+from rltrain.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, columns_of
 from rltrain.base.errors import ConfigError
 from rltrain.settings.algorithm_rules import check_algorithm
 from rltrain.settings.compose import compose
 from rltrain.settings.distillation_config import DEMONSTRATION_TEMPLATE
 from rltrain.trajectories.token_rewards import needs_actor_pass
+from tests.presets import GAME
 
 DISTILLATION = "algorithm.distillation"
 URL = "http://127.0.0.1:8000/v1"
@@ -152,6 +154,73 @@ def test_H1_what_only_changes_the_policy_loss_is_refused_where_there_is_none(ove
     words = ["algorithm=distill", ONE, "algorithm.loss_mode=vanilla"]
     assert "with algorithm.distillation.outcome_coef=0" in refusal(*words, override)
     check_algorithm(compose([*words, override, f"{DISTILLATION}.outcome_coef=0.5"])[0])
+
+
+CHOICES = {
+    "advantage_estimator": ("grpo", set(ADVANTAGE_ESTIMATORS.names()) - {"grpo"}),
+    # The quadratic penalty of dro acts without advantages.
+    "loss_mode": ("reinforce", set(POLICY_LOSSES.names()) - {"reinforce", "dro"}),
+    "old_log_probs": ("actor", {"rollout"}),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, one) for key, (_, dead) in CHOICES.items() for one in sorted(dead)])
+def test_H1_a_choice_that_cannot_act_where_the_teachers_teach_alone_is_refused(key, value):
+    message = refusal("algorithm=distill", ONE, f"algorithm.{key}={value}", *GAME)
+    if key == "advantage_estimator" and "values" in columns_of(ADVANTAGE_ESTIMATORS.get(value)):
+        assert message.startswith(f"algorithm.advantage_estimator={value} (needs a critic) with algorithm.distillation")
+    else:
+        assert message == (
+            f"algorithm.{key}={value} with algorithm.distillation.outcome_coef=0: the policy learns from the teachers "
+            f"alone, so this choice would have no effect; use algorithm.{key}={CHOICES[key][0]}, or set "
+            "algorithm.distillation.outcome_coef above 0"
+        )
+    check_algorithm(compose(["algorithm=distill", ONE, f"algorithm.{key}={CHOICES[key][0]}"])[0])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.loss_mode=m2po", f"{DISTILLATION}.outcome_coef=0.5"],
+        ["algorithm.advantage_estimator=rloo", f"{DISTILLATION}.outcome_coef=0.5"],
+        ["algorithm.old_log_probs=rollout", f"{DISTILLATION}.outcome_coef=0.5"],
+        # Both KL estimates are multiplied by pi / pi_old.
+        ["algorithm.old_log_probs=rollout", f"{DISTILLATION}.kl=sampled"],
+        [
+            "algorithm.old_log_probs=rollout",
+            "algorithm.kl_loss.kl_loss_coef=0.1",
+            "algorithm.kl_loss.ratio_weighted=true",
+        ],
+        ["algorithm.loss_mode=dro", "algorithm.old_log_probs=rollout"],
+        ["algorithm.loss_mode=dro", "algorithm.loss.beta=0.2", "algorithm.correction.level=token"],
+        ["algorithm.loss_mode=dro", "algorithm.rejection.kl_estimator=k3", "algorithm.rejection.upper=0.1"],
+    ],
+)
+def test_H1_what_can_act_beside_the_teachers_is_accepted(overrides):
+    check_algorithm(compose(["algorithm=distill", ONE, *overrides])[0])
+
+
+def test_a_penalty_in_the_loss_leaves_the_bound_of_advantages_without_effect():
+    assert "advantage_clip=5.0 with" in refusal(
+        "algorithm=distill", ONE, "algorithm.loss_mode=dro", "algorithm.advantage_clip=5"
+    )
+
+
+def test_the_log_ratio_of_teachers_alone_is_an_advantage_on_which_every_loss_acts():
+    for name in ("m2po", "cispo", "vanilla"):
+        check_algorithm(
+            compose(["algorithm=mopd", ONE, f"{DISTILLATION}.outcome_coef=0", f"algorithm.loss_mode={name}"])[0]
+        )
+    message = refusal("algorithm=mopd", ONE, f"{DISTILLATION}.outcome_coef=0", "algorithm.advantage_estimator=rloo")
+    assert message.startswith("algorithm.advantage_estimator=rloo with algorithm.distillation.outcome_coef=0")
+
+
+def test_a_reference_that_teaches_can_follow_the_actor_with_the_exact_kl():
+    follow = ["algorithm.reference.refresh_every=1", "algorithm.reference.refresh_coef=0.01"]
+    for kl in ("full", "sampled"):
+        words = ["algorithm=distill", f"{DISTILLATION}.teachers=[reference]", f"{DISTILLATION}.kl={kl}"]
+        check_algorithm(compose([*words, *follow])[0])
+    assert "there is no reference model to update" in refusal("algorithm=distill", ONE, *follow)
 
 
 def test_one_answer_to_a_prompt_is_enough_for_teachers_alone():

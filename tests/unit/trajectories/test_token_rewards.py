@@ -8,6 +8,7 @@ from rltrain.algorithms import (
     AdaptiveEntropyController,
     FixedEntropyController,
     FixedKLController,
+    columns_of,
 )
 from rltrain.base.errors import EstimatorError, NumericsError, RewardError
 from rltrain.batch.data_proto import DataProto, jagged
@@ -454,16 +455,31 @@ def test_an_estimator_that_raises_is_named(monkeypatch):
 # Tests of Monte-Carlo returns, on which the critic is warmed up
 
 
-@pytest.mark.parametrize("estimator", ["gae", "decoupled_gae", "length_adaptive_gae"])
+# The discount of turn_gae is per turn: in the first row, the first two tokens are one turn, and the third is another.
+TO_GO = {
+    "gae": [[1, 2, 4], [1, 0, 0]],
+    "decoupled_gae": [[1, 2, 4], [1, 0, 0]],
+    "length_adaptive_gae": [[1, 2, 4], [1, 0, 0]],
+    "turn_gae": [[2, 2, 4], [1, 0, 0]],
+}
+
+
+def test_the_monte_carlo_returns_of_every_estimator_with_a_critic_are_tested():
+    names = [name for name in ADVANTAGE_ESTIMATORS.names() if "values" in columns_of(ADVANTAGE_ESTIMATORS.get(name))]
+    assert sorted(TO_GO) == sorted(names)
+
+
+@pytest.mark.parametrize("estimator", TO_GO)
 def test_monte_carlo_returns_are_discounted_rewards_and_the_advantages_stay_those_of_the_estimator(estimator):
     made = batch([4.0, 1.0], lengths=[3, 1])
     made = made.with_values("responses", values=torch.tensor([0.3, 0.2, 0.9, 0.5]))
+    made = made.with_values("responses", turn_index=torch.tensor([0, 0, 1, 0]))
     chosen = algorithm(f"algorithm.advantage_estimator={estimator}", "algorithm.advantage={gamma: 0.5}")
     plain, metrics = estimate_advantages(made, chosen)
     warm, found = estimate_advantages(made, chosen, monte_carlo=True)
-    assert warm.padded("returns").tolist() == [[1, 2, 4], [1, 0, 0]]
+    assert warm.padded("returns").tolist() == TO_GO[estimator]
     assert torch.equal(warm.values("advantages"), plain.values("advantages"))
-    lower = "lam" if estimator == "gae" else "lam_critic"
+    lower = "lam" if estimator in ("gae", "turn_gae") else "lam_critic"
     other = algorithm(f"algorithm.advantage_estimator={estimator}", f"algorithm.advantage={{gamma: 0.5, {lower}: 0.5}}")
     assert not torch.equal(estimate_advantages(made, other)[0].values("returns"), warm.values("returns"))
     assert torch.equal(estimate_advantages(made, other, monte_carlo=True)[0].values("returns"), warm.values("returns"))

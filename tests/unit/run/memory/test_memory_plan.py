@@ -58,9 +58,9 @@ def sizes(parts):
     return {part.what: part.size for part in parts if part.size}
 
 
-def plan_of(*overrides, shape=SHAPE, nodes=HERE):
+def plan_of(*overrides, shape=SHAPE, nodes=HERE, others=None):
     config = config_of(*overrides)
-    return config, memory_plan(config, ModelFacts(shape=shape, limits=LIMITS, others={}), nodes)
+    return config, memory_plan(config, ModelFacts(shape=shape, limits=LIMITS, others=others or {}), nodes)
 
 
 @pytest.mark.parametrize(
@@ -191,9 +191,60 @@ def test_only_adapters_have_gradients_and_optimizer_states():
 
 
 def test_reward_models_and_teachers_take_the_bytes_of_their_own_models():
-    others = {"reward_model helpful": replace(SHAPE, parameters=500)}
-    made = rank("reward.models=[{name:helpful,path:m}]", others=others)
-    assert sizes(made.states("start"))["parameters"] == 960 + 500 * 4
+    others = {"reward_model helpful": replace(SHAPE, parameters=500), "teacher wise": replace(SHAPE, parameters=700)}
+    distill = ["algorithm=distill", "algorithm.distillation.teachers=[{name:wise,path:m}]"]
+    made = rank("reward.models=[{name:helpful,path:m}]", *distill, others=others)
+    assert sizes(made.states("start"))["parameters"] == 960 + 500 * 4 + 700 * 4
+
+
+# Two teachers of other widths than the policy, and the reference model.
+WIDE, NARROW = replace(SHAPE, hidden=6, vocabulary=12), replace(SHAPE, hidden=2)
+TEACHERS = {"teacher wide": WIDE, "teacher narrow": NARROW}
+HINT = "{path:reference,prompt_template:'{prompt}'}"
+DISTILL = [
+    "algorithm=distill", f"algorithm.distillation.teachers=[{{name:wide,path:m}},{{name:narrow,path:n}},{HINT}]",
+    "algorithm.distillation.teacher_column=domain",
+]  # fmt: skip
+
+
+def test_an_actor_keeps_the_whole_output_head_of_each_teacher_for_the_exact_kl():
+    # The policy's vocabulary has 10 tokens, and the widths are 6, 2 and 4 (of the reference model).
+    whole = 10 * (6 + 2 + 4) * 4
+    for ranks in (1, 4):
+        made = rank(*DISTILL, f"placement.actor_ranks={ranks}", others=TEACHERS)
+        assert {sizes(made.states(phase))["output heads of other models"] for phase in PHASES} == {whole}
+    one_head_more = rank(*DISTILL, "algorithm.kl_loss.kl_loss_coef=1", "algorithm.kl_loss.kl_estimator=full",
+                         others=TEACHERS)  # fmt: skip
+    assert sizes(one_head_more.states("start"))["output heads of other models"] == whole  # the reference's head is one
+    only_kl = rank("algorithm.kl_loss.kl_loss_coef=1", "algorithm.kl_loss.kl_estimator=full")
+    assert sizes(only_kl.states("start"))["output heads of other models"] == 10 * 4 * 4
+    sampled = rank(*DISTILL, "algorithm.distillation.kl=sampled", others=TEACHERS)
+    assert "output heads of other models" not in sizes(sampled.states("start"))
+
+
+def test_hidden_states_for_the_exact_kl_count_on_teachers_the_driver_and_the_actor():
+    made = rank(*DISTILL, "actor.max_tokens_per_microbatch=8", others=TEACHERS)
+    # Four rows with two response tokens each, in the float32 column and the parts from which the column is made.
+    assert sizes(made.host("log-probs"))["hidden states of a step"] == 2 * 8 * 6 * 4
+    # Half of the 8 tokens of a micro-batch are response tokens.
+    assert sizes(made.device("update"))["hidden states for the exact KL"] == 4 * 6 * 4
+    halves = rank(*DISTILL, "placement.actor_ranks=2", others=TEACHERS)
+    assert sizes(halves.host("log-probs"))["hidden states of a step"] == 2 * 4 * 6 * 4
+    exact = [*DISTILL, "algorithm.kl_loss.kl_loss_coef=1", "algorithm.kl_loss.kl_estimator=full"]
+    for overrides, widths in ((DISTILL, 6), (exact, 6 + 4)):
+        _, plan = plan_of(*SMALL, *overrides, others=TEACHERS)
+        driver = plan.processes[-1]
+        for phase in PHASES:
+            size = sizes(driver.host[phase]).get("hidden states of a step", 0)
+            assert size == (2 * 8 * widths * 4 if phase in ("log-probs", "update") else 0)
+
+
+def test_without_an_exact_kl_no_hidden_states_count():
+    for overrides in ([], ["algorithm.kl_loss.kl_loss_coef=1"], [*DISTILL, "algorithm.distillation.kl=sampled"]):
+        made, (_, plan) = rank(*overrides, others=TEACHERS), plan_of(*SMALL, *overrides, others=TEACHERS)
+        parts = [part for phase in PHASES for part in (*made.host(phase), *made.device(phase))]
+        parts += [part for phase in PHASES for part in plan.processes[-1].host[phase]]
+        assert not [part for part in parts if part.size and "hidden" in part.what]
 
 
 def test_offloaded_states_are_in_the_memory_of_the_machine():

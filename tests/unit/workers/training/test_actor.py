@@ -320,3 +320,13 @@ async def test_the_head_of_the_reference_is_kept_only_for_the_exact_kl_and_stays
     before = run.worker.ref_head.clone()
     await run.update(await run.prepared(sampled_batch))
     assert torch.equal(run.worker.ref_head, before)
+
+
+async def test_teachers_that_are_the_reference_have_no_output_heads_of_their_own(start):
+    hints = ", ".join(f"{{name: {name}, path: reference, prompt_template: '{name}{{prompt}}'}}" for name in "ab")
+    teachers = [f"algorithm.distillation.teachers=[{hints}]", "algorithm.distillation.teacher_column=x"]
+    worker = Run(start, "algorithm=distill", *teachers).worker
+    assert worker.teacher_heads == {}
+    assert torch.equal(worker.ref_head, worker.model.get_output_embeddings().weight)
+    sampled = Run(start, "algorithm=distill", *teachers, "algorithm.distillation.kl=sampled").worker
+    assert (sampled.ref_head, sampled.teacher_heads) == (None, {})

@@ -4,15 +4,25 @@ The loops use torch only to differentiate: means, ratios, masks, selections and 
 """
 
 import math
+import re
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
+from rltrain.algorithms import full_kl
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.settings.compose import compose
-from rltrain.trajectories.token_rewards import assign_rewards, estimate_advantages, kl_controller
+from rltrain.settings.schema import Config
+from rltrain.trajectories.token_rewards import (
+    assign_rewards,
+    estimate_advantages,
+    kl_controller,
+    with_positive_examples,
+)
+from tests.presets import preset
 from workers.training.actor import actor_loss
 from workers.training.minibatch_statistics import in_epoch, with_selected
 
@@ -50,28 +60,42 @@ def batch_of(seed: int, spread: float) -> DataProto:
     base = -2 + 0.5 * normal()
     columns = {name: base + spread * normal() for name in COLUMNS}
     columns |= {"policy_version": torch.where(sampled, 0, -1), "entropies": normal().abs(), "response_mask": mask}
+    columns |= {"values": 0.5 + 0.3 * normal(), "teacher_log_probs": base + 2 * spread * normal()}
     return made.with_values("responses", **columns)
 
 
-def gradient_of(made: DataProto, *overrides: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss and its gradient (B, T), computed by the functions that a training step calls.
+def columns_of_step(made: DataProto, config: Config) -> dict[str, torch.Tensor]:
+    """Return the padded columns that the actor's loss reads, computed by the functions that a training step calls.
 
     Scores are float32 numbers, as in a run, and everything after the scores is computed in float64.
     """
-    config = compose([*overrides])[0]
     algorithm = config.algorithm
     if algorithm.old_log_probs == "rollout":
         made = made.with_values("responses", old_log_probs=made.values("rollout_log_probs"))
     made, _ = assign_rewards(made, config, kl_controller(algorithm.kl_in_reward))
     made = made.with_values("responses", token_level_rewards=made.values("token_level_rewards").double())
     made, _ = estimate_advantages(made, algorithm)
+    made = with_positive_examples(made, algorithm)
     made = in_epoch(with_selected(made, [list(range(len(made)))], 1, algorithm), 0)
-    names = [*COLUMNS, "advantages", "response_mask", *(["selected"] if "selected" in made else [])]
-    columns = {name: made.padded(name) for name in names}
-    columns["log_probs"] = columns["log_probs"].requires_grad_()
+    optional = [name for name in ("selected", "positive_mask") if name in made]
+    columns = {name: made.padded(name) for name in (*COLUMNS, "advantages", "response_mask", *optional)}
+    if algorithm.distillation.in_loss:
+        columns["taught"] = columns["response_mask"] & (made.batch["teacher"] >= 0)[:, None]
+    return columns
+
+
+def loss_of(columns: dict[str, torch.Tensor], config: Config) -> torch.Tensor:
     mask = columns["response_mask"]
     counts = {"num_tokens": int(mask.sum()), "num_sequences": int(mask.any(-1).sum()), "max_response_length": 16}
-    loss, _, _ = actor_loss(columns, algorithm, entropy_coef=0.0, **counts)
+    return actor_loss(columns, config.algorithm, entropy_coef=0.0, **counts)[0]
+
+
+def gradient_of(made: DataProto, *overrides: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of a training step and its gradient (B, T) with respect to the log-probs."""
+    config = compose([*overrides])[0]
+    columns = columns_of_step(made, config)
+    columns["log_probs"] = columns["log_probs"].requires_grad_()
+    loss = loss_of(columns, config)
     return loss.detach(), torch.autograd.grad(loss, columns["log_probs"])[0]
 
 
@@ -174,6 +198,24 @@ def test_the_squared_log_ratio_is_subtracted_from_the_objective_of_each_sampled_
             "algorithm.loss.clip_ratio_c=inf", "algorithm.correction.level=null",
         ],
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_settings_of_kimi_k2_5_have_the_gradient_of_its_objective(seed):
+    """arXiv 2602.02276 eq. 1: 1 / N sum over tokens of Clip(r, alpha, beta) (R - mean) - tau (log r)^2.
+
+    r = pi / pi_engine. A clipped ratio is a constant, whatever the sign of the advantage, so it has no gradient.
+    """
+    given, terms, inside = Reference(batch_of(seed, 0.3)), [], []
+    for i, advantage in group_advantages(given, std=False).items():
+        for t in SLOTS[i]:
+            log_ratio = given.leaf[i, t] - given.rollout[i][t]
+            inside.append((abs(log_ratio.item()) <= 0.5, advantage > 0))
+            terms.append(0.01 * log_ratio**2 - (log_ratio.exp() * advantage if inside[-1][0] else 0.0))
+    assert set(inside) == {(True, True), (True, False), (False, True), (False, False)}
+    table = (Path(__file__).parents[4] / "config" / "algorithm" / "README.md").read_text()
+    (settings,) = re.findall(r"^\| Kimi K2\.5.*`(algorithm=.*)` \|$", table, re.M)
+    given.check(sum(terms) / len(terms), settings.split())
 
 
 # Tests of limits and length rewards, which change advantages
@@ -355,8 +397,11 @@ def test_maxrl_and_w_reinforce_have_the_gradient_of_their_papers_objectives(seed
 @pytest.mark.parametrize("name", ["gtpo", "grpo_s"])
 @pytest.mark.parametrize("seed", range(2))
 def test_gtpo_and_grpo_s_have_the_gradient_of_credit_weighted_by_entropy(name, seed):
-    """arXiv 2508.04349: credit of a token by its share of the entropies at a position, or of an answer by its mean."""
-    given = Reference(batch_of(seed, 0.1))
+    """arXiv 2508.04349: credit of a token by its share of the entropies at a position, or of an answer by its mean.
+
+    GTPO clips the ratio of each token, and GRPO-S clips the mean of an answer's token ratios.
+    """
+    given = Reference(batch_of(seed, 0.1 if name == "gtpo" else 0.5))
     entropies = given.made.padded("entropies")
     advantages: dict[tuple[int, int], float] = {}
     for uid in set(UIDS):
@@ -376,12 +421,112 @@ def test_gtpo_and_grpo_s_have_the_gradient_of_credit_weighted_by_entropy(name, s
                     credit[i, 0] = sign * (1 + 0.1 * weight / sum(weights.values()) * len(ours))
         mean, std = statistics.mean(credit.values()), statistics.stdev(credit.values())
         advantages |= {at: (value - mean) / (std + 1e-6) for at, value in credit.items()}
-    rows_of_losses = []
-    for i in given.rows:
-        ratios = [(given.leaf[i, t] - given.old[i][t]).exp() for t in SLOTS[i]]
-        of_token = [advantages[i, n if name == "gtpo" else 0] for n in range(len(SLOTS[i]))]
-        rows_of_losses.append([-clipped(r, a, high=0.28) for r, a in zip(ratios, of_token, strict=True)])
-    token_mean = sum(sum(row) for row in rows_of_losses) / sum(map(len, SLOTS))
-    row_mean = sum(sum(row) / len(row) for row in rows_of_losses) / len(rows_of_losses)
+    ratios = {i: [(given.leaf[i, t] - given.old[i][t]).exp() for t in SLOTS[i]] for i in given.rows}
+    if name == "gtpo":
+        terms = [-clipped(r, advantages[i, n], high=0.28) for i in given.rows for n, r in enumerate(ratios[i])]
+    else:
+        terms = [-clipped(sum(ratios[i]) / len(ratios[i]), advantages[i, 0], high=0.28) for i in given.rows]
     # the estimators add 1e-8 to entropies
-    given.check(token_mean if name == "gtpo" else row_mean, [f"algorithm={name}"], tolerance=1e-6)
+    wanted = given.check(sum(terms) / len(terms), [f"algorithm={name}"], tolerance=1e-6)
+    whole = [bool((wanted[i, SLOTS[i]] == 0).all()) for i in given.rows if len(SLOTS[i]) > 1]
+    assert name == "gtpo" or set(whole) == {True, False}  # GRPO-S clips some answers as a whole
+
+
+# Tests of presets with further loss terms
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_vapo_has_the_gradient_of_clipped_ppo_and_of_the_likelihood_of_correct_answers(seed):
+    """arXiv 2504.05118: L_PPO + 0.1 L_NLL, both token means; lambda = 1 - 1 / (alpha l); whitened advantages."""
+    given, alpha = Reference(batch_of(seed, 0.2)), 1.0
+    values = given.made.padded("values")
+    advantages = {}
+    for i in given.rows:
+        length, lam = len(SLOTS[i]), max(0.0, 1 - 1 / (alpha * len(SLOTS[i])))
+        baseline = [values[i, t].item() for t in SLOTS[i]] + [0.0]
+        rewards = [0.0] * (length - 1) + [SCORES[i]]
+        errors = [rewards[n] + baseline[n + 1] - baseline[n] for n in range(length)]
+        for n in range(length):
+            advantages[i, n] = sum(lam**k * error for k, error in enumerate(errors[n:]))
+    mean, std = statistics.mean(advantages.values()), statistics.stdev(advantages.values())
+    policy, likelihood = [], []
+    for i in given.rows:
+        for n, t in enumerate(SLOTS[i]):
+            ratio = (given.leaf[i, t] - given.old[i][t]).exp()
+            policy.append(-clipped(ratio, (advantages[i, n] - mean) / (std + 1e-6), high=0.28))
+            if SCORES[i]:
+                likelihood.append(-given.leaf[i, t])
+    assert 0 < len(likelihood) < len(policy)
+    loss = sum(policy) / len(policy) + 0.1 * sum(likelihood) / len(likelihood)
+    given.check(loss, ["algorithm=vapo", f"algorithm.advantage.alpha={alpha}"])
+
+
+def with_teacher(made: DataProto) -> DataProto:
+    """Give every row a teacher but the rows 2 and 8, which no teacher has scored."""
+    numbers = [-1 if row in (2, 8) else 0 for row in range(len(UIDS))]
+    return made.union(DataProto.from_dict({"teacher": torch.tensor(numbers)}))
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("behind", [False, True])
+def test_mopd_has_the_gradient_of_the_weighted_log_ratio_of_teacher_and_policy(seed, behind):
+    """arXiv 2601.02780 eqs. 7 to 9: -mean over answers of 1 / |y| sum_t w (log(pi_T / pi) + alpha A) log pi.
+
+    The weight w is pi / pi_engine, and 0 outside of [0.5, 5]. Without `behind`, pi is the policy. With `behind`, as in
+    later optimizer steps, the pi of the advantage and of the weight is the policy before the update.
+    """
+    made, alpha = with_teacher(batch_of(seed, 0.5)), 0.7
+    if not behind:
+        made = made.with_values("responses", old_log_probs=made.values("log_probs"))
+    given = Reference(made)
+    teacher, outcome = made.padded("teacher_log_probs"), group_advantages(given)
+    rows, dropped = [], 0
+    for i in given.rows:
+        terms = []
+        for t in SLOTS[i]:
+            weight = math.exp(given.old[i][t] - given.rollout[i][t])
+            dropped += not 0.5 <= weight <= 5
+            gap = teacher[i, t].item() - given.old[i][t] if i not in (2, 8) else 0.0
+            kept = weight if 0.5 <= weight <= 5 else 0.0
+            terms.append(-kept * (gap + alpha * outcome[i]) * given.leaf[i, t])
+        rows.append(sum(terms) / len(terms))
+    assert dropped
+    given.check(sum(rows) / len(rows), preset("mopd", f"algorithm.distillation.outcome_coef={alpha}"))
+
+
+@pytest.mark.parametrize("outcome_coef", [0, 0.5])
+@pytest.mark.parametrize("seed", range(2))
+def test_distill_has_the_gradient_of_the_mean_reverse_kl_of_an_answers_tokens(seed, outcome_coef):
+    """GKD, arXiv 2306.13649: mean over answers of 1 / |y| sum_t sum_v pi_v log(pi_v / pi_T,v), and REINFORCE."""
+    words, coef = 6, 0.8
+    made = with_teacher(batch_of(seed, 0.2))
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(UIDS), max(LENGTHS), words)
+    logits, teacher = (torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    tokens = torch.randint(words, shape[:2], generator=generator)
+    leaf = logits.clone().requires_grad_()
+    given, rows = Reference(made), []
+    outcome = group_advantages(given)
+    for i in given.rows:
+        terms = []
+        for t in SLOTS[i]:
+            log_pi = [leaf[i, t, v] - leaf[i, t].exp().sum().log() for v in range(words)]
+            log_teacher = [teacher[i, t, v] - teacher[i, t].exp().sum().log() for v in range(words)]
+            kl = sum(own.exp() * (own - theirs) for own, theirs in zip(log_pi, log_teacher, strict=True))
+            taught = coef * kl if i not in (2, 8) else 0.0
+            terms.append(taught - outcome_coef * outcome[i] * log_pi[tokens[i, t]])
+        rows.append(sum(terms) / len(terms))
+    loss = sum(rows) / len(rows)
+    (wanted,) = torch.autograd.grad(loss, leaf)
+    overrides = [f"algorithm.distillation.outcome_coef={outcome_coef}", f"algorithm.distillation.coef={coef}"]
+    config = compose(preset("distill", *overrides))[0]
+    columns, own, head = columns_of_step(made, config), logits.clone().requires_grad_(), torch.eye(words).double()
+    columns["log_probs"] = own.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    # As in a forward pass, tokens without a teacher have a KL of 0.
+    kl = full_kl(own.flatten(0, 1), head, teacher.flatten(0, 1), head).view(shape[:2])
+    columns["teacher_kl"] = torch.where(columns["taught"], kl, 0)
+    found = loss_of(columns, config)
+    (gradient,) = torch.autograd.grad(found, own)
+    assert found.item() == pytest.approx(loss.item(), rel=1e-9)
+    assert wanted.abs().max() > 1e-3
+    assert (gradient - wanted).abs().max() <= 1e-9 * wanted.abs().max()

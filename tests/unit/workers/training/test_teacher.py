@@ -140,6 +140,29 @@ async def test_A1_the_exact_kl_to_two_teachers_is_that_of_all_logits_in_value_an
     assert metrics["grad_norm"] == pytest.approx(norm_of(policy, loss), rel=1e-4)
 
 
+async def test_A1_each_row_gets_the_head_of_its_teacher_where_the_reference_teaches_beside_a_model(
+    start, teachers, sampled_batch
+):
+    entries = f"[{teachers[1]},{{path: reference, prompt_template: '{{prompt}}'}}]"
+    run = Run(start, [start, teachers[1]], f"algorithm.distillation.teachers={entries}")
+    assert list(run.training.groups) == ["actor", "reference", "teacher narrow"]
+    batch = await run.prepared(sampled_batch)
+    batch = batch.pop(["old_log_probs"])[1]
+    for _ in range(2):
+        await run.update(batch)  # moves the policy away from the reference
+    weights = await weights_of(run.actor)
+    policy, narrow, reference = models_of(start, teachers[1], start)
+    policy.load_state_dict({name: tensor.double() for name, tensor in weights.items()}, strict=False)
+    kls = []
+    for row, number in enumerate(NUMBERS):
+        if number >= 0 and int(sampled_batch.lengths("responses")[row]):
+            logits = [logits_of(one, sampled_batch, row, TEMPERATURE) for one in (policy, (narrow, reference)[number])]
+            kls.append((number, reverse_kl(*logits).detach()))
+    found = (await run.update(batch))["teacher_kl"]
+    assert found == pytest.approx(float(torch.cat([kl for _, kl in kls]).mean()), rel=1e-3)
+    assert min(float(kl.mean()) for number, kl in kls if number == 1) > 1e-6  # the KL to the reference
+
+
 async def test_the_sampled_loss_has_the_gradient_of_the_formula(start, teachers, sampled_batch):
     run = Run(start, teachers, "algorithm.distillation.kl=sampled", "algorithm.distillation.coef=0.5", ALONE)
     nothing = torch.zeros_like(sampled_batch.values("advantages"))
@@ -213,20 +236,20 @@ async def test_teachers_never_change_and_keep_no_more_than_their_dtype(start, te
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     heads = run.worker_of["actor"].teacher_heads
-    assert [(tuple(head.shape), head.dtype) for head in heads] == [
-        ((VOCAB_SIZE, 96), torch.bfloat16),
-        ((VOCAB_SIZE, 32), torch.bfloat16),
-    ]
+    assert {name: (tuple(head.shape), head.dtype) for name, head in heads.items()} == {
+        "wide": ((VOCAB_SIZE, 96), torch.bfloat16),
+        "narrow": ((VOCAB_SIZE, 32), torch.bfloat16),
+    }
 
 
 async def test_restarted_ranks_have_the_heads_again(start, teachers, sampled_batch):
     run = Run(start, teachers)
     await run.training.build()
-    first = [head.clone() for head in run.worker_of["actor"].teacher_heads]
+    first = {name: head.clone() for name, head in run.worker_of["actor"].teacher_heads.items()}
     await run.training.build()
     again = run.worker_of["actor"].teacher_heads
-    assert len(again) == 2
-    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    assert list(again) == ["wide", "narrow"]
+    assert all(torch.equal(head, again[name]) for name, head in first.items())
     assert await weights_of(run.actor)
 
 
