@@ -12,6 +12,8 @@ the following methods of the object:
     step(text) -> (text, reward, done) for games without tool calls: gets the text of the policy's action, and returns
                                        the observation, the reward of the turn (or None) and whether the game is over.
     reward() -> float | None           optional: called after the last turn; returns the reward of the whole trajectory.
+                                       In an environment without `step`, `reward` can also be an attribute that
+                                       holds a number or None; the attribute is read after the last turn.
     close() -> None                    optional: called when the trajectory has ended, even after an error.
 
 All methods of an environment can be coroutine functions. A method with the name `get_reward` is called in the same way

@@ -104,13 +104,22 @@ class UserEnvironment:
         """Return the reward of the whole trajectory, or None if the environment gives no reward of the whole
         trajectory.
 
+        The reward is the result of the environment's method `reward` or `get_reward`. If the environment has neither
+        one of these methods nor a method `step`, the reward is the value of the environment's attribute `reward`. The
+        attribute of an environment with a method `step` is not read, because such an attribute often holds the reward
+        that `step` has already returned.
+
         Raises:
-            EnvironmentFailure: the user's code raised an exception, took too long or returned no number.
+            EnvironmentFailure: the user's code raised an exception or took too long, or the reward is not a number.
         """
-        for name in REWARDS:
-            if method := getattr(self._object, name, None):
+        if self._object is None:
+            return None
+        # The attribute `reward` may be a property, whose code may block or raise an exception.
+        found = [await self._required(name, getattr, self._object, name, None) for name in REWARDS]
+        for name, method in zip(REWARDS, found, strict=True):
+            if callable(method):
                 return as_reward(await self._required(name, method))
-        return None
+        return None if self.plays else as_reward(found[0])
 
     async def close(self) -> None:
         """Close the object of the user's environment class, and ignore errors, because the trajectory is over."""

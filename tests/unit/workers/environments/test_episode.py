@@ -246,3 +246,76 @@ def test_an_error_names_the_line_of_the_user_and_not_that_of_a_library():
         def step(self, text): ...
 
     assert run(Script(say("a")), Wants).error.endswith("required keyword-only argument: 'absent'")
+
+
+# Tests of environment classes that were written for TRL
+
+
+class Till:
+    """A shop in the form that TRL documents: tools are methods, and the attribute `reward` holds the reward."""
+
+    def __init__(self):
+        self.reward = None
+
+    def reset(self, **columns):
+        self.wanted = columns["answer"]
+        return "A customer waits."
+
+    def sell(self, fruit: str) -> str:
+        """Sell a fruit to the customer.
+
+        Args:
+            fruit: Name of the fruit.
+        """
+        self.reward = 1.0 if fruit == self.wanted else 0.25
+        return "sold"
+
+
+class CountedTill(Till):
+    """A shop that computes its reward in the method `get_reward`, which counts more than the attribute."""
+
+    def get_reward(self):
+        return 2 * self.reward
+
+
+class LateTill(Till):
+    """A shop whose attribute `reward` is a property."""
+
+    paid = None
+
+    @property
+    def reward(self):
+        return self.paid
+
+    @reward.setter
+    def reward(self, value):
+        self.paid = value if value is None else value / 2
+
+
+@pytest.mark.parametrize(("environment", "reward"), [(Till, 1.0), (CountedTill, 2.0), (LateTill, 0.5)])
+def test_an_environment_class_of_TRL_gives_its_reward_as_an_attribute_or_with_get_reward(environment, reward):
+    engine = Script(call(("sell", {"fruit": "6"})), call(("sell", {"fruit": "7"})), say("sold"))
+    found = run(engine, environment)
+    assert (found.stop_reason, found.error, found.reward) == ("answer", "", reward)
+    assert found.messages[0]["content"] == "go\nA customer waits."
+    assert [m["content"] for m in found.messages if m["role"] == "tool"] == ["sold", "sold"]
+
+
+def test_an_attribute_without_a_reward_gives_none_and_one_that_is_no_number_is_a_failure():
+    class Odd(Till):
+        def reset(self, **columns):
+            self.reward = "much"
+
+    unsold = run(Script(say("no")), Till)
+    assert (unsold.reward, unsold.error) == (None, "")
+    assert run(Script(say("no")), Odd).error == "the reward 'much' is not a number"
+
+
+def test_the_attribute_of_a_game_is_not_added_to_the_rewards_that_step_has_returned():
+    class Game:
+        def step(self, text):
+            self.reward = 0.5
+            return "", self.reward, True
+
+    found = run(Script(say("a")), Game)
+    assert (found.turns[0].reward, found.reward, found.environment_reward) == (0.5, None, 0.5)
