@@ -104,7 +104,8 @@ class Episode:
     async def _answer_to(self, action: ParsedAction) -> tuple[list[Message], float | None, bool]:
         """Run the tool calls of an action in order, or pass the text of the action to the environment's `step`.
 
-        `step` is called only if the action has no tool calls and the environment has a method `step`.
+        `step` is called only if the action has no tool calls and the environment has a method `step`. Only a run with
+        tools has actions with tool calls.
 
         Returns:
             Three values: the messages that respond to the action, the reward of the turn, and whether the environment

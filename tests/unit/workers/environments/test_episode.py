@@ -137,6 +137,27 @@ def test_T7_the_policy_is_told_what_was_wrong_with_a_call(action, told):
     assert (found.stop_reason, found.error) == ("answer", "")
 
 
+class Vault:
+    """A game with a documented helper that the model must not call."""
+
+    def step(self, text):
+        return self.reveal() if text == "open" else "closed", 0.0, False
+
+    def reveal(self) -> str:
+        """Show the secret."""
+        return "secret"
+
+
+def test_T7_the_model_cannot_call_the_helpers_of_a_game_but_the_tools_beside_the_game():
+    for tools, known in (({}, "none"), ({"add": add}, "add")):
+        engine = Script(call(("reveal", {}), ("add", {"a": 1, "b": 2})), say("open"), say("x"))
+        run(engine, Vault, tools, max_turns=3)
+        shown = [m["content"] for m in engine.requests[1].messages]
+        assert shown[0] == f"error: there is no tool 'reveal'; the tools are {known}"
+        assert shown[1] == ("3" if tools else "error: there is no tool 'add'; the tools are none")
+        assert engine.requests[2].messages == [{"role": "user", "content": "secret"}]
+
+
 def test_a_malformed_call_is_in_the_messages_as_the_model_wrote_it():
     text = 'I look.\n<tool_call>\n{"key": }\n</tool_call>\nDone.'
     assert transcript_message(hermes(text), text) == {"role": "assistant", "content": text}
