@@ -61,9 +61,14 @@ class Recording:
         self._deadline = time.monotonic() + limits.timeout_s
 
     @property
+    def time_left_s(self) -> float:
+        """Time in seconds until the time limit of the trajectory, negative if the time limit has passed."""
+        return self._deadline - time.monotonic()
+
+    @property
     def expired(self) -> bool:
         """Whether the time limit of the trajectory has passed."""
-        return time.monotonic() > self._deadline
+        return self.time_left_s < 0
 
     def turn_request(
         self,

@@ -206,6 +206,32 @@ def test_a_cut_answer_without_a_tool_call_is_no_final_answer():
     assert (ended.stop_reason, ended.finish_reason, ended.response_ids()) == ("answer", "stop", found.response_ids())
 
 
+def test_the_time_limit_of_a_trajectory_ends_a_call_and_the_calls_after_it_are_not_made():
+    begun, ended = [], []
+
+    async def nap(number: int) -> None:
+        begun.append(number)
+        await asyncio.sleep(0.5)
+        ended.append(number)
+
+    engine = Script(call(*[("nap", {"number": number}) for number in range(5)]), say("rested"))
+    found = run(engine, tools={"nap": nap}, timeout_s=0.1, max_turns=1)
+    assert (found.stop_reason, found.finish_reason, len(found.turns)) == ("deadline", "length", 1)
+    assert (begun, ended) == ([0], [])
+    begun.clear()
+    assert run(engine, tools={"nap": nap}, timeout_s=-1.0).stop_reason == "deadline"
+    assert begun == []
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_the_calls_of_an_action_that_was_cut_off_are_not_made(reason):
+    made = []
+    tools = {"add": lambda a, b: made.append((a, b))}
+    found = run(Script(call(("add", {"a": 2, "b": 3})), say("done"), reasons=[reason]), tools=tools)
+    assert made == ([] if reason == "length" else [(2, 3)])
+    assert found.stop_reason == ("max_response_length" if reason == "length" else "answer")
+
+
 class Fails:
     """An environment whose first `failures` objects raise an error in the method named `method`."""
 
