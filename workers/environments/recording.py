@@ -170,4 +170,9 @@ async def with_attempts(request: EpisodeRequest, attempt: Callable[[], Awaitable
             return await attempt()
         except EnvironmentFailure as failure:
             error = str(failure)
-    return Trajectory(*request.key, [_NO_ACTION], "error", error=error)
+    return failed_trajectory(request.key, error)
+
+
+def failed_trajectory(key: tuple[int, int], error: str) -> Trajectory:
+    """Return a trajectory without actions, whose environment or agent program has failed with the message `error`."""
+    return Trajectory(*key, [_NO_ACTION], "error", error=error)
