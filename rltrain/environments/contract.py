@@ -7,16 +7,21 @@ the following methods of the object:
                                        appended to the last message of the prompt. If `reset` has a parameter `seed`,
                                        the parameter gets an int that depends on the run's seed, the prompt group and
                                        the sample.
-    METHOD(**arguments) -> Any         every public method whose name is not in `RESERVED` is a tool. The policy calls
-                                       tools by name; the returned value is shown to the policy as text.
-    step(text) -> (text, reward, done) for games without tool calls: gets the text of the policy's action, and returns
-                                       the observation, the reward of the turn (or None) and whether the game is over.
+    METHOD(**arguments) -> Any         in an environment without `step`, every public method whose name is not in
+                                       `RESERVED` is a tool. The policy calls tools by name; the returned value is shown
+                                       to the policy as text.
+    step(text) -> (text, reward, done) gets the text of the policy's action, and returns the observation, the reward of
+                                       the turn (or None) and whether the game is over. An environment with `step` is a
+                                       game, and none of its methods is a tool.
     reward() -> float | None           optional: called after the last turn; returns the reward of the whole trajectory.
+                                       In an environment without `step`, `reward` can also be an attribute that
+                                       holds a number or None; the attribute is read after the last turn.
     close() -> None                    optional: called when the trajectory has ended, even after an error.
 
 All methods of an environment can be coroutine functions. A method with the name `get_reward` is called in the same way
-as `reward`. A tool is either a method of an environment or a function outside any class; a tool outside any class has
-no state.
+as `reward`. A tool is either a method of an environment without `step` or a function outside any class; a tool outside
+any class has no state. A run can combine a game with functions outside any class: `step` gets each action that has no
+tool call.
 """
 
 import inspect
@@ -37,7 +42,13 @@ class EnvironmentFailure(Exception):
 
 
 def tool_names(environment: type) -> list[str]:
-    """Return the names of an environment's tools: all its public methods except the methods in `RESERVED`."""
+    """Return the names of an environment's tools: all its public methods except the methods in `RESERVED`.
+
+    A game, which is an environment with a method `step`, has no tools: its other methods are helpers, which the policy
+    is never shown and cannot call.
+    """
+    if hasattr(environment, STEP):
+        return []
     found = inspect.getmembers(environment, callable)
     return [name for name, _ in found if not name.startswith("_") and name not in RESERVED]
 

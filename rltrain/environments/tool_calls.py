@@ -105,6 +105,11 @@ def fenced_json(text: str) -> ParsedAction:
     return _action(text, _fenced)
 
 
+def plain_text(text: str) -> ParsedAction:
+    """Read no calls: the whole text is the content of the action. A run without tools reads actions in this way."""
+    return ParsedAction(text.strip())
+
+
 TOOL_CALL_FORMATS: Mapping[str, Callable[[str], ParsedAction]] = {
     "hermes": hermes,
     "llama3": llama3,

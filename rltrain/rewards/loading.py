@@ -31,6 +31,7 @@ from rltrain.base.storage import local_path
 from rltrain.rewards.result import RewardResult, ScoreError, Verdict
 from rltrain.rewards.signatures import (
     BATCHED,
+    ENVIRONMENTS,
     ON_REQUEST,
     SINGLE,
     adapted,
@@ -197,7 +198,8 @@ def check_columns(
         kwargs: the options that the config sets for the function, by name.
 
     Raises:
-        ConfigError: a column is missing, an option is unknown, or the function takes its arguments only through *args.
+        ConfigError: a column is missing, an option is unknown, the function takes its arguments only through *args, or
+            the function has TRL's parameter `environments`, for which neither the data nor the options have a value.
             If a data column is missing, the error message names the function's parameter, the column with the most
             similar name and all existing columns.
     """
@@ -218,6 +220,13 @@ def check_columns(
                 f"reward function '{name}': kwargs.{option}: the function has no such parameter{_meant(option, names)}"
                 f"; it takes {', '.join(names)}"
             )
+    if ENVIRONMENTS in names and ENVIRONMENTS not in given:
+        raise ConfigError(
+            f"reward function '{name}' has TRL's parameter '{ENVIRONMENTS}', but the environment objects live in other "
+            "processes; use the parameter environment_reward (the sum of the environment's rewards) or "
+            "environment_messages (the conversation) instead, or let the environment give the reward and set "
+            "reward.functions=[environment_reward]"
+        )
     for parameter in own:
         required = parameter.kind in (*_BY_NAME, inspect.Parameter.POSITIONAL_ONLY)
         missing = required and parameter.default is inspect.Parameter.empty

@@ -25,6 +25,7 @@ MESSAGES, RESPONSE_IDS = "prompt_messages", "response_ids"
 # The columns in `OF_ENVIRONMENTS` exist only in runs with an environment or tools.
 OF_ENVIRONMENTS = ("environment_reward", "environment_messages", "stop_reason")
 ON_REQUEST = (MESSAGES, RESPONSE_IDS, *OF_ENVIRONMENTS)
+ENVIRONMENTS = "environments"  # Parameter that gets TRL's environment objects; rltrain has no value for it.
 _OWN = {"prompt", "response", "responses"}  # Parameters that only reward functions written for rltrain have.
 _Values = Mapping[str, Any]
 

@@ -60,7 +60,8 @@ def tools_of_run(config: RolloutConfig) -> tuple[EnvironmentSource, list[dict[st
             be reached, or two tools have the same name.
     """
     environment = load_environment(config)
-    schemas = [_schema_of_method(environment, name) for name in _tools_of(environment)]
+    methods = [] if environment is None else tool_names(environment)
+    schemas = [_schema_of_method(environment, name) for name in methods]
     functions: dict[str, str] = {}
     servers: dict[str, list[str]] = {}
     for tool in config.tools:
@@ -161,7 +162,9 @@ def turn_format(
             )
         chosen = chosen or "json"
     parser_of(chosen)
-    roles = ["tool"] if schemas else ["user"]
+    plays = hasattr(load_environment(config), STEP)
+    # A run with tools gets messages of the role "tool". A run without tools, and a game, get messages of the user.
+    roles = (["tool"] if schemas else []) + (["user"] if plays or not schemas else [])
     with TurnRenderer(tokenizer, tools=schemas, stop_ids=stop_ids) as renderer:
         refusal = renderer.probe(roles)
     if refusal:
@@ -252,12 +255,6 @@ def check_prompt_lengths(
                     f"rollout.max_prompt_length={longest + total - len(shortest.ids)}, which is enough for the longest "
                     "prompt, or use fewer tools or shorter descriptions of the tools"
                 )
-
-
-def _tools_of(environment: type | None) -> list[str]:
-    if environment is None or hasattr(environment, STEP):
-        return []
-    return tool_names(environment)
 
 
 def _unbound(environment: type | None, name: str) -> Callable[..., Any]:

@@ -611,7 +611,9 @@ class RolloutConfig:
         "Maximum wall-clock time of one call of a tool or of an environment's method.", unit="seconds", above=0
     )
     trajectory_timeout_s: float = key(
-        "Wall-clock time after which a conversation with an environment gets no further turn.", unit="seconds", above=0
+        "Wall-clock time after which a conversation with an environment gets no further turn and no further tool call.",
+        unit="seconds",
+        above=0,
     )
     environment_memory_mb: int = key(
         "Maximum memory that all conversations of an environment process may allocate together.",

@@ -190,14 +190,13 @@ class AgentSession:
 def shown(action: ParsedAction) -> ParsedAction:
     """Return a copy of an action in which malformed tool calls are ordinary text.
 
-    The OpenAI API cannot represent a malformed tool call. If an action has both well-formed and malformed tool calls,
-    `shown` drops the malformed tool calls.
+    The OpenAI API cannot represent a malformed tool call. The text of the malformed tool calls follows the action's
+    other text, and the well-formed tool calls remain tool calls.
     """
     broken = [call.text for call in action.calls if isinstance(call, BrokenCall)]
     calls = [call for call in action.calls if not isinstance(call, BrokenCall)]
-    if calls or not broken:
-        return ParsedAction(action.content, calls)
-    return ParsedAction("\n".join(filter(None, [action.content, *broken])))
+    content = "\n".join(filter(None, [action.content, *broken])) if broken else action.content
+    return ParsedAction(content, calls)
 
 
 def _with_names(messages: Sequence[Message]) -> list[Message]:

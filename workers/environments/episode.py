@@ -87,24 +87,29 @@ class Episode:
             A pair: the messages in response to the action, and why the trajectory ends ("" if it continues).
         """
         assert result.action is not None, "a turn without an action must have failed or hit the token limit"
-        new, reward, done = await self._answer_to(result.action)
+        complete = result.finish_reason == "stop"
+        new, reward, done = await self._answer_to(result.action, complete=complete)
         self.record.add(result, transcript_message(result.action, result.written), reward)
         if done:
             return [], "done"
-        if result.finish_reason == "length":  # A truncated action is not a final answer.
+        if not complete:  # A truncated action is not a final answer.
             return [], "max_response_length"
-        if not new:
+        if not new and not result.action.calls:
             return [], "answer"
-        if result.finish_reason != "stop":
-            return [], "max_response_length"
+        if self.record.expired:
+            return [], "deadline"
         if len(self.record.turns) >= self.limits.max_turns:
             return [], "max_turns"
-        return new, "deadline" if self.record.expired else ""
+        return new, ""
 
-    async def _answer_to(self, action: ParsedAction) -> tuple[list[Message], float | None, bool]:
+    async def _answer_to(self, action: ParsedAction, *, complete: bool) -> tuple[list[Message], float | None, bool]:
         """Run the tool calls of an action in order, or pass the text of the action to the environment's `step`.
 
-        `step` is called only if the action has no tool calls and the environment has a method `step`.
+        The calls of an action that is not complete are not made. When the time limit of the trajectory has passed, the
+        remaining calls are not made either.
+
+        `step` is called only if the action has no tool calls and the environment has a method `step`. Only a run with
+        tools has actions with tool calls.
 
         Returns:
             Three values: the messages that respond to the action, the reward of the turn, and whether the environment
@@ -112,7 +117,12 @@ class Episode:
             answer.
         """
         if action.calls:
-            return [await self._result_of(call) for call in action.calls], None, False
+            results: list[Message] = []
+            for call in action.calls if complete else ():
+                if self.record.expired:
+                    break
+                results.append(await self._result_of(call))
+            return results, None, False
         if self.environment.plays:
             observation, reward, done = await self.environment.step(action.content)
             return [{"role": "user", "content": observation}], reward, done
@@ -120,7 +130,7 @@ class Episode:
 
     async def _result_of(self, call: Any) -> Message:
         known = isinstance(call, ToolCall)
-        text = await self.environment.call(call) if known else f"error: {call.error}"
+        text = await self.environment.call(call, self.record.time_left_s) if known else f"error: {call.error}"
         message = {"role": "tool", "content": text, "tool_call_id": call.id}
         return message | ({"name": call.name} if known else {})
 

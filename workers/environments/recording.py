@@ -61,9 +61,14 @@ class Recording:
         self._deadline = time.monotonic() + limits.timeout_s
 
     @property
+    def time_left_s(self) -> float:
+        """Time in seconds until the time limit of the trajectory, negative if the time limit has passed."""
+        return self._deadline - time.monotonic()
+
+    @property
     def expired(self) -> bool:
         """Whether the time limit of the trajectory has passed."""
-        return time.monotonic() > self._deadline
+        return self.time_left_s < 0
 
     def turn_request(
         self,
@@ -165,4 +170,9 @@ async def with_attempts(request: EpisodeRequest, attempt: Callable[[], Awaitable
             return await attempt()
         except EnvironmentFailure as failure:
             error = str(failure)
-    return Trajectory(*request.key, [_NO_ACTION], "error", error=error)
+    return failed_trajectory(request.key, error)
+
+
+def failed_trajectory(key: tuple[int, int], error: str) -> Trajectory:
+    """Return a trajectory without actions, whose environment or agent program has failed with the message `error`."""
+    return Trajectory(*key, [_NO_ACTION], "error", error=error)

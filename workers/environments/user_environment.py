@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import math
 import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
@@ -64,11 +65,15 @@ class UserEnvironment:
         """Whether the environment has a method `step`, which answers the text of an action without tool calls."""
         return hasattr(self._object, STEP)
 
-    async def call(self, call: ToolCall) -> str:
+    async def call(self, call: ToolCall, time_left_s: float = math.inf) -> str:
         """Call a tool, and return the text that shows the result to the policy.
 
         If the tool does not exist, does not accept the arguments, raises an exception or takes too long, `call` returns
         a text that describes the error.
+
+        Args:
+            call: The call of the tool.
+            time_left_s: Maximum duration of the call in seconds, in addition to the time limit of each call.
 
         Raises:
             EnvironmentFailure: the MCP server of the tool cannot be reached.
@@ -80,12 +85,13 @@ class UserEnvironment:
             inspect.signature(tool).bind(**call.arguments)
         except TypeError as error:
             return f"error: {call.name}: {error}"
+        limit_s = min(self._timeout_s, time_left_s)
         try:
-            return as_text(await self._called(tool, **call.arguments))
+            return as_text(await self._within(limit_s, tool, **call.arguments))
         except EnvironmentFailure:  # Failures of an MCP server are raised, because the policy cannot correct them.
             raise
         except TimeoutError:
-            return f"error: {call.name} took more than {self._timeout_s:g} s"
+            return f"error: {call.name} took more than {limit_s:g} s"
         except Exception as error:
             return f"error: {call.name}: {described(error)}"
 
@@ -104,32 +110,41 @@ class UserEnvironment:
         """Return the reward of the whole trajectory, or None if the environment gives no reward of the whole
         trajectory.
 
+        The reward is the result of the environment's method `reward` or `get_reward`. If the environment has neither
+        one of these methods nor a method `step`, the reward is the value of the environment's attribute `reward`. The
+        attribute of an environment with a method `step` is not read, because such an attribute often holds the reward
+        that `step` has already returned.
+
         Raises:
-            EnvironmentFailure: the user's code raised an exception, took too long or returned no number.
+            EnvironmentFailure: the user's code raised an exception or took too long, or the reward is not a number.
         """
-        for name in REWARDS:
-            if method := getattr(self._object, name, None):
+        if self._object is None:
+            return None
+        # The attribute `reward` may be a property, whose code may block or raise an exception.
+        found = [await self._required(name, getattr, self._object, name, None) for name in REWARDS]
+        for name, method in zip(REWARDS, found, strict=True):
+            if callable(method):
                 return as_reward(await self._required(name, method))
-        return None
+        return None if self.plays else as_reward(found[0])
 
     async def close(self) -> None:
         """Close the object of the user's environment class, and ignore errors, because the trajectory is over."""
         if method := getattr(self._object, CLOSE, None):
             try:
-                await self._called(method)
+                await self._within(self._timeout_s, method)
             except Exception:
                 return
 
     async def _required(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return await self._called(function, *args, **kwargs)
+            return await self._within(self._timeout_s, function, *args, **kwargs)
         except TimeoutError:
             raise EnvironmentFailure(f"the environment's {name} took more than {self._timeout_s:g} s") from None
         except Exception as error:
             raise EnvironmentFailure(f"the environment's {name} raised {described(error)}{raised_at(error)}") from error
 
-    async def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        async with asyncio.timeout(self._timeout_s):
+    async def _within(self, limit_s: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        async with asyncio.timeout(limit_s):
             if inspect.iscoroutinefunction(function):
                 return await without_exit(function(*args, **kwargs))
             return await in_daemon_thread(lambda: function(*args, **kwargs))

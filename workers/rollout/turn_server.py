@@ -9,7 +9,7 @@ from typing import Any
 
 from rltrain.base.errors import described
 from rltrain.data.turn_rendering import TurnRenderer
-from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, BrokenCall, ParsedAction
+from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, BrokenCall, ParsedAction, plain_text
 from rltrain.rewards.loading import import_function
 from workers.rollout.messages import Completion, Request
 from workers.rollout.turns import TurnFormat, TurnRequest, TurnResult
@@ -25,17 +25,17 @@ class TurnServer:
     Args:
         tokenizer: Tokenizer of the model.
         renderer: Object that converts new messages to the token ids that are appended to a context.
-        parse: Function that finds the tool calls in the text of an action.
+        parse: Function that finds the tool calls in the text of an action. Only actions in turns with tools are parsed.
 
     Attributes:
-        open: Maps the engine's request key of each unfinished turn to a pair: the client that requested the turn, and
-            the unfinished result.
+        open: Maps the engine's request key of each unfinished turn to a tuple: the client that requested the turn, the
+            unfinished result, and the function that finds the tool calls in the text of the action.
         finished: Maps each client to the finished turns that the client has not polled yet.
     """
 
     def __init__(self, tokenizer: Any, renderer: TurnRenderer, parse: Parser) -> None:
         self.tokenizer, self.renderer, self.parse = tokenizer, renderer, parse
-        self.open: dict[tuple[int, ...], tuple[str, TurnResult]] = {}
+        self.open: dict[tuple[int, ...], tuple[str, TurnResult, Parser]] = {}
         self.finished: dict[str, list[TurnResult]] = {}
         self._numbers = itertools.count()
         self._renderers: dict[str, TurnRenderer] = {}  # Renderers for requests that bring their own tools.
@@ -60,7 +60,9 @@ class TurnServer:
             # every request key is unique. With the index of the turn, a request key could equal the key of an
             # unfinished request that a dead client process has left for the same turn.
             key = (*turn.key[:2], next(self._numbers))
-            self.open[key] = client, result
+            tools = self.renderer.tools if turn.tools is None else turn.tools
+            # Without tools, a text that looks like a call is an ordinary answer.
+            self.open[key] = client, result, self.parse if tools else plain_text
             requests.append(Request(key, prompt_ids, turn.temperature, max_tokens, turn.seed))
         return requests, ended
 
@@ -131,11 +133,11 @@ class TurnServer:
     def deliver(self, completions: Sequence[Completion]) -> None:
         """Convert the engine's answers to finished turns, and store the turns until the clients poll."""
         for one in completions:
-            client, result = self.open.pop(one.key, (None, None))
-            if client is None or result is None:
+            if (turn := self.open.pop(one.key, None)) is None:
                 continue  # The turn was aborted before it was submitted to the engine, so no client waits for it.
+            client, result, parse = turn
             written = self.renderer.action_text(one.token_ids)
-            action = self.parse(written)
+            action = parse(written)
             done = replace(
                 result,
                 token_ids=one.token_ids,

@@ -49,6 +49,15 @@ KWARGS = ["answer", "completion_ids", "finish_reason", "log_extra", "log_metric"
 def trl_state(completions, trainer_state):
     return [trainer_state.global_step for _ in completions]
 
+def trl_objects(environments, **kwargs):
+    return [one.reward for one in environments]
+
+def trl_some_objects(completions, environments=None, **kwargs):
+    return [0.0 if environments is None else one.reward for one in environments]
+
+def trl_instead(completions, environment_reward, **kwargs):
+    return environment_reward
+
 async def trl_async(prompts, completions, **kwargs):
     await asyncio.sleep(0.001)
     return [float(len(text)) for text in completions]
@@ -217,6 +226,21 @@ def test_a_function_that_needs_TRLs_trainer_state_is_refused_at_the_start(path):
         "completions, completion_ids, log_metric, log_extra, finish_reason, answer; rename the parameter, give it a "
         "default, add the column to the data, or set it in kwargs"
     )
+
+
+@pytest.mark.parametrize("name", ["trl_objects", "trl_some_objects"])
+def test_a_function_that_needs_TRLs_environment_objects_is_told_what_to_use_instead(path, name):
+    function = load_function(f"{path}:{name}")
+    with pytest.raises(ConfigError) as caught:
+        check_columns(function, "won", ["answer"])
+    assert str(caught.value) == (
+        "reward function 'won' has TRL's parameter 'environments', but the environment objects live in other "
+        "processes; use the parameter environment_reward (the sum of the environment's rewards) or "
+        "environment_messages (the conversation) instead, or let the environment give the reward and set "
+        "reward.functions=[environment_reward]"
+    )
+    check_columns(function, "won", ["answer", "environments"])  # A column of the data may have this name.
+    check_columns(load_function(f"{path}:trl_instead"), "won", ["answer"])
 
 
 # Tests of reward functions with verl's signature

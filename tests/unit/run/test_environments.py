@@ -8,11 +8,19 @@ import pytest
 from rltrain.base.errors import ConfigError
 from rltrain.data.prompt_form import PromptOptions
 from rltrain.data.prompts import load_prompts
-from rltrain.run.environments import environments_for, tools_of_run
+from rltrain.run.environments import environments_for, tools_of_run, turn_format
 from rltrain.settings.compose import compose
 from tests.chat_model import chat_tokenizer
 
 FILE = '''
+def price(fruit: str) -> int:
+    """Look up a price.
+
+    Args:
+        fruit: A fruit.
+    """
+
+
 class Shop:
     def reset(self, answer): ...
 
@@ -26,6 +34,12 @@ class Shop:
 
 class Demanding(Shop):
     def __init__(self, url, retries=3): ...
+
+
+class Game(Shop):
+    def step(self, text): ...
+
+    def helper(self, undescribed): ...
 
 
 class Silent:
@@ -66,6 +80,49 @@ def test_a_class_among_the_tools_belongs_in_another_key(file):
         f"rollout.tools: '{file}:Shop': names a class, and a tool is a function; the class of an environment, whose "
         f"methods are tools, belongs in rollout.environment={file}:Shop"
     )
+
+
+def test_the_methods_of_a_game_are_no_tools_and_functions_may_be_tools_beside_it(file):
+    game = f"rollout.environment={file}:Game"
+    assert tools_of_run(rollout(game))[1] == []
+    source, schemas = tools_of_run(rollout(game, f"rollout.tools=[{file}:price]"))
+    assert ([one["function"]["name"] for one in schemas], list(source.tools)) == (["price"], ["price"])
+
+
+# The template cannot add a user's message to a conversation, but it can add the results of tools.
+NO_USER_LATER = (
+    "{%- for m in messages[1:] %}{% if m.role == 'user' %}{{ raise_exception('only one question') }}{% endif %}"
+    "{% endfor -%}\n"
+)
+# The template cannot add the results of tools to a conversation.
+NO_RESULTS = (
+    "{%- for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no results') }}{% endif %}{% endfor -%}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("environment", "tools", "template", "refused"),
+    [
+        ("Shop", "", NO_USER_LATER, ""), ("Shop", "", NO_RESULTS, "no results"),
+        ("Game", "", NO_USER_LATER, "only one question"), ("Game", "", NO_RESULTS, ""),
+        ("Game", "price", NO_USER_LATER, "only one question"), ("Game", "price", NO_RESULTS, "no results"),
+        ("Game", "price", "", ""),
+    ],
+)  # fmt: skip
+def test_the_template_is_probed_with_each_role_whose_messages_can_follow_an_answer(
+    file, environment, tools, template, refused
+):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = template + tokenizer.chat_template
+    config = rollout(
+        f"rollout.environment={file}:{environment}", *([f"rollout.tools=[{file}:{tools}]"] if tools else [])
+    )
+    schemas = tools_of_run(config)[1]
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            turn_format(config, schemas, tokenizer, [tokenizer.eos_token_id])
+    else:
+        assert turn_format(config, schemas, tokenizer, [tokenizer.eos_token_id]).tools == schemas
 
 
 def test_a_method_without_a_docstring_is_named_with_its_class_its_file_and_its_line(file):

@@ -655,8 +655,26 @@ def test_a_lost_engine_is_not_the_programs_failure():
 
 def test_malformed_calls_are_text_for_the_program():
     broken, good = BrokenCall("<tool_call>{", "no JSON", "c1"), ToolCall("price", {}, "c2")
-    assert shown(ParsedAction("so", [broken])) == ParsedAction("so\n<tool_call>{")
-    assert shown(ParsedAction("so", [broken, good])) == ParsedAction("so", [good])
+    assert shown(ParsedAction("so", [broken])) == ParsedAction("so\n<tool_call>{", [])
+    assert shown(ParsedAction("so", [broken, good])) == ParsedAction("so\n<tool_call>{", [good])
+    assert shown(ParsedAction("", [good])) == ParsedAction("", [good])
+
+
+def test_T7_a_program_sees_the_malformed_calls_beside_the_good_ones_and_its_conversation_continues():
+    seen = []
+
+    async def ask_twice(base_url, api_key, messages):
+        async with client_of(base_url, api_key) as client:
+            answer, result = await call_and_result(client, messages)
+            seen.append((answer.content, [one.function.name for one in answer.tool_calls]))
+            await client.chat.completions.create(model="any", messages=[*messages, answer, result], tools=[PRICE])
+
+    mixed = ParsedAction("Two calls.", [BrokenCall("<tool_call>{", "cut off", "c1"), *ASK.calls])
+    engine = Script(mixed, say("four"))
+    found = run(engine, ask_twice)
+    assert (found.stop_reason, found.error, seen) == ("done", "", [("Two calls.\n<tool_call>{", ["price"])])
+    assert [turn.new_context for turn in found.turns] == [False, False]
+    assert found.messages[1]["content"] == "Two calls.\n<tool_call>{"
 
 
 # Commands

@@ -137,6 +137,27 @@ def test_T7_the_policy_is_told_what_was_wrong_with_a_call(action, told):
     assert (found.stop_reason, found.error) == ("answer", "")
 
 
+class Vault:
+    """A game with a documented helper that the model must not call."""
+
+    def step(self, text):
+        return self.reveal() if text == "open" else "closed", 0.0, False
+
+    def reveal(self) -> str:
+        """Show the secret."""
+        return "secret"
+
+
+def test_T7_the_model_cannot_call_the_helpers_of_a_game_but_the_tools_beside_the_game():
+    for tools, known in (({}, "none"), ({"add": add}, "add")):
+        engine = Script(call(("reveal", {}), ("add", {"a": 1, "b": 2})), say("open"), say("x"))
+        run(engine, Vault, tools, max_turns=3)
+        shown = [m["content"] for m in engine.requests[1].messages]
+        assert shown[0] == f"error: there is no tool 'reveal'; the tools are {known}"
+        assert shown[1] == ("3" if tools else "error: there is no tool 'add'; the tools are none")
+        assert engine.requests[2].messages == [{"role": "user", "content": "secret"}]
+
+
 def test_a_malformed_call_is_in_the_messages_as_the_model_wrote_it():
     text = 'I look.\n<tool_call>\n{"key": }\n</tool_call>\nDone.'
     assert transcript_message(hermes(text), text) == {"role": "assistant", "content": text}
@@ -183,6 +204,32 @@ def test_a_cut_answer_without_a_tool_call_is_no_final_answer():
     assert found.response_ids() == [50, END, 11, 51, END]
     ended = run(Script(action, say("The sum is 5"), reasons=["stop", "stop"]), tools={"add": add})
     assert (ended.stop_reason, ended.finish_reason, ended.response_ids()) == ("answer", "stop", found.response_ids())
+
+
+def test_the_time_limit_of_a_trajectory_ends_a_call_and_the_calls_after_it_are_not_made():
+    begun, ended = [], []
+
+    async def nap(number: int) -> None:
+        begun.append(number)
+        await asyncio.sleep(0.5)
+        ended.append(number)
+
+    engine = Script(call(*[("nap", {"number": number}) for number in range(5)]), say("rested"))
+    found = run(engine, tools={"nap": nap}, timeout_s=0.1, max_turns=1)
+    assert (found.stop_reason, found.finish_reason, len(found.turns)) == ("deadline", "length", 1)
+    assert (begun, ended) == ([0], [])
+    begun.clear()
+    assert run(engine, tools={"nap": nap}, timeout_s=-1.0).stop_reason == "deadline"
+    assert begun == []
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_the_calls_of_an_action_that_was_cut_off_are_not_made(reason):
+    made = []
+    tools = {"add": lambda a, b: made.append((a, b))}
+    found = run(Script(call(("add", {"a": 2, "b": 3})), say("done"), reasons=[reason]), tools=tools)
+    assert made == ([] if reason == "length" else [(2, 3)])
+    assert found.stop_reason == ("max_response_length" if reason == "length" else "answer")
 
 
 class Fails:
@@ -246,3 +293,76 @@ def test_an_error_names_the_line_of_the_user_and_not_that_of_a_library():
         def step(self, text): ...
 
     assert run(Script(say("a")), Wants).error.endswith("required keyword-only argument: 'absent'")
+
+
+# Tests of environment classes that were written for TRL
+
+
+class Till:
+    """A shop in the form that TRL documents: tools are methods, and the attribute `reward` holds the reward."""
+
+    def __init__(self):
+        self.reward = None
+
+    def reset(self, **columns):
+        self.wanted = columns["answer"]
+        return "A customer waits."
+
+    def sell(self, fruit: str) -> str:
+        """Sell a fruit to the customer.
+
+        Args:
+            fruit: Name of the fruit.
+        """
+        self.reward = 1.0 if fruit == self.wanted else 0.25
+        return "sold"
+
+
+class CountedTill(Till):
+    """A shop that computes its reward in the method `get_reward`, which counts more than the attribute."""
+
+    def get_reward(self):
+        return 2 * self.reward
+
+
+class LateTill(Till):
+    """A shop whose attribute `reward` is a property."""
+
+    paid = None
+
+    @property
+    def reward(self):
+        return self.paid
+
+    @reward.setter
+    def reward(self, value):
+        self.paid = value if value is None else value / 2
+
+
+@pytest.mark.parametrize(("environment", "reward"), [(Till, 1.0), (CountedTill, 2.0), (LateTill, 0.5)])
+def test_an_environment_class_of_TRL_gives_its_reward_as_an_attribute_or_with_get_reward(environment, reward):
+    engine = Script(call(("sell", {"fruit": "6"})), call(("sell", {"fruit": "7"})), say("sold"))
+    found = run(engine, environment)
+    assert (found.stop_reason, found.error, found.reward) == ("answer", "", reward)
+    assert found.messages[0]["content"] == "go\nA customer waits."
+    assert [m["content"] for m in found.messages if m["role"] == "tool"] == ["sold", "sold"]
+
+
+def test_an_attribute_without_a_reward_gives_none_and_one_that_is_no_number_is_a_failure():
+    class Odd(Till):
+        def reset(self, **columns):
+            self.reward = "much"
+
+    unsold = run(Script(say("no")), Till)
+    assert (unsold.reward, unsold.error) == (None, "")
+    assert run(Script(say("no")), Odd).error == "the reward 'much' is not a number"
+
+
+def test_the_attribute_of_a_game_is_not_added_to_the_rewards_that_step_has_returned():
+    class Game:
+        def step(self, text):
+            self.reward = 0.5
+            return "", self.reward, True
+
+    found = run(Script(say("a")), Game)
+    assert (found.turns[0].reward, found.reward, found.environment_reward) == (0.5, None, 0.5)

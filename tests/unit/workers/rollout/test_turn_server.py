@@ -17,11 +17,27 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(save_chat_model(tmp_path_factory.mktemp("model") / "chat"))
 
 
-@pytest.fixture
-def server(tokenizer):
-    made = turn_server(tokenizer, TurnFormat([], "hermes"), [tokenizer.eos_token_id])
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "A tool.", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = '<tool_call>{"name": "f"}</tool_call>'
+
+
+def serving(tokenizer, tools):
+    made = turn_server(tokenizer, TurnFormat(tools, "hermes"), [tokenizer.eos_token_id])
     yield made
     made.renderer.close()
+
+
+@pytest.fixture
+def server(tokenizer):
+    yield from serving(tokenizer, [])
+
+
+@pytest.fixture
+def server_with_tools(tokenizer):
+    yield from serving(tokenizer, [TOOL])
 
 
 def turn(number, text, **changed):
@@ -117,8 +133,20 @@ def test_a_new_context_renders_the_whole_conversation_and_cuts_no_prompt_and_no_
     assert full.full
 
 
-def test_only_an_action_with_a_malformed_call_comes_with_its_text_as_the_model_wrote_it(server, tokenizer):
-    texts = ["hello", '<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"k": }</tool_call> end']
-    requests, _ = server.begin("a", [turn(number, "hi") for number in range(3)])
+def test_only_an_action_with_a_malformed_call_comes_with_its_text_as_the_model_wrote_it(server_with_tools, tokenizer):
+    server, texts = server_with_tools, ["hello", CALL, '<tool_call>{"k": }</tool_call> end']
+    requests, _ = server.begin("a", [turn(number, "hi", max_prompt_tokens=200) for number in range(3)])
     server.deliver([completion(*one) for one in zip(requests, [tokenizer] * 3, texts, strict=True)])
     assert [one.written for one in server.take("a")] == ["", "", texts[2]]
+
+
+@pytest.mark.parametrize(
+    ("tools", "of_turn", "calls"), [([], None, 0), ([TOOL], None, 1), ([], [TOOL], 1), ([TOOL], [], 0)]
+)
+def test_a_text_is_read_as_a_call_only_if_the_turn_has_tools(tokenizer, tools, of_turn, calls):
+    for server in serving(tokenizer, tools):
+        (request,), _ = server.begin("a", [turn(1, "hi", tools=of_turn, max_prompt_tokens=200)])
+        server.deliver([completion(request, tokenizer, f" {CALL}\n")])
+        (found,) = server.take("a")
+        assert len(found.action.calls) == calls
+        assert found.action.content == ("" if calls else CALL)
