@@ -228,17 +228,18 @@ def test_files_that_are_no_data_are_refused(hub, tmp_path):
 def test_a_run_that_is_resumed_keeps_the_commit(hub, tmp_path):
     from rich.console import Console
 
+    from rltrain.monitoring.heartbeat import Heartbeat
     from rltrain.run.pinned_datasets import fetch_datasets
     from rltrain.settings.compose import compose, to_yaml
 
     words = [f"data.train={NAME}:main", f"trainer.output_dir={tmp_path}/run", "trainer.resume=auto"]
-    first = fetch_datasets(compose(words)[0], Console(quiet=True))
+    first = fetch_datasets(compose(words)[0], Heartbeat(Console(quiet=True)))
     train, val = (f"{NAME}:main:{split}@{hub.commit}" for split in ("train", "test"))
     assert (first.data.train, first.data.val) == (train, val)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(first))
     hub.push(NAME, repository(tmp_path / "gsm8k", {"main": ["train", "test"]}, rows=5), kind="dataset")
-    again = fetch_datasets(compose(words)[0], Console(quiet=True))
+    again = fetch_datasets(compose(words)[0], Heartbeat(Console(quiet=True)))
     assert again.data == first.data
-    new = fetch_datasets(compose([*words[:2], "trainer.resume=never"])[0], Console(quiet=True))
+    new = fetch_datasets(compose([*words[:2], "trainer.resume=never"])[0], Heartbeat(Console(quiet=True)))
     assert new.data.train != train
