@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.filesize import decimal
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rltrain.base.errors import one_line
@@ -398,8 +398,8 @@ def summary(
     counted = "1 step" if steps == 1 else f"{steps} steps"
     console.print(f"\n[bold]{title}[/] after {counted}, {seconds:.0f} s", highlight=False)
     if len(evaluations) >= 2:
-        for name in evaluated_sets(evaluations[-1]):
-            console.print(_before_and_after(name, evaluations[0], evaluations[-1]))
+        for number, name in enumerate(evaluated_sets(evaluations[-1])):
+            console.print(*[""] * (number > 0), _before_and_after(name, evaluations[0], evaluations[-1]), sep="\n")
     for name, path in (
         ("learning curve", curve),
         ("report", output_dir / REPORT),
@@ -414,7 +414,8 @@ def summary(
 
 def _before_and_after(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> Table:
     """Return a table with the metrics of one evaluation set before and after training."""
-    table = Table(name or "held-out", "before", "after", box=None, pad_edge=False)
+    numbers = [Column(header, no_wrap=True) for header in ("before", "after")]
+    table = Table(Column(name or "held-out", overflow="fold"), *numbers, box=None, pad_edge=False)
     prefix = prefix_of(name, "sampled")
     parts = [metric for metric in after if metric.startswith(f"{prefix}_reward/")]
     rows = []

@@ -4,6 +4,7 @@ The local server can simulate failures.
 """
 
 import importlib.util
+import io
 
 import pyarrow
 import pytest
@@ -222,6 +223,24 @@ def test_files_that_are_no_data_are_refused(hub, tmp_path):
     (tmp_path / "script" / "script.py").write_text("raise SystemExit")
     hub.push("org/script", tmp_path / "script", kind="dataset")
     assert "the library `datasets` cannot read the data set (" in refusal("org/script")
+
+
+@needs_library
+@pytest.mark.usefixtures("hub")
+def test_a_slow_download_has_lines_in_a_log(monkeypatch):
+    from rich.console import Console
+
+    from rltrain.monitoring import heartbeat
+    from rltrain.run.pinned_datasets import fetch_datasets
+    from rltrain.settings.compose import compose
+
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.01)
+    log = Console(file=io.StringIO(), width=200)
+    with heartbeat.Heartbeat(log) as lines:
+        fetch_datasets(compose([f"data.train={NAME}:main", "data.val=null", "trainer.resume=never"])[0], lines)
+    first, *later = log.file.getvalue().splitlines()
+    assert first == f"data.train: reading {NAME}:main from the hub"
+    assert later[0] == f"still reading {NAME}:main from the hub after 0 s"
 
 
 @needs_library
