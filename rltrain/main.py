@@ -32,6 +32,8 @@ from rltrain.base.storage import Folder, absolute
 from rltrain.data.prompt_form import PromptOptions
 from rltrain.data.prompts import PromptSet, load_prompts
 from rltrain.data.supervised_answers import SupervisedOptions
+from rltrain.monitoring.heartbeat import Heartbeat
+from rltrain.monitoring.printing import print_lines
 from rltrain.run.checks import (
     builtin_task,
     check,
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from rltrain.run.checkpoints import Checkpoint, Checkpoints
     from rltrain.run.memory.parts import Node
     from rltrain.run.memory.plan import MemoryPlan
+    from rltrain.run.resume import Beginning
     from rltrain.run.signals import Signals
     from rltrain.trainer import Trainer
     from rltrain.trajectories.collector import Collector
@@ -102,14 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         verbose = config.verbose
         if not verbose:
             quiet()
-        config = check(config, fetch=lambda checked: _with_models(checked, console))
-        # `check` must run before `ensure_home`: if the user has no home folder, `check` refuses '~' in a path, and
-        # `ensure_home` sets HOME to a temporary folder.
-        ensure_home()
-        config = _with_datasets(config, console)
-        check_cache(config)
-        with RunLock(config.trainer) as lock:
-            return run(config, args, console, lock)
+        with Heartbeat(console) as heartbeat:
+            config = _checked(config, heartbeat)
+            with RunLock(config.trainer) as lock:
+                return run(config, args, heartbeat, lock)
     except Stopped as error:
         return error.status
     except bdb.BdbQuit:
@@ -125,17 +124,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return STOPPED
 
 
-def _with_models(config: Config, console: Console) -> Config:
+def _checked(config: Config, heartbeat: Heartbeat) -> Config:
+    """Check the config, download its models and data sets, and return the config with each of them pinned."""
+    with heartbeat.during("checking the config"):
+        config = check(config, fetch=lambda checked: _with_models(checked, heartbeat))
+        # `check` must run before `ensure_home`: if the user has no home folder, `check` refuses '~' in a path, and
+        # `ensure_home` sets HOME to a temporary folder.
+        ensure_home()
+        config = _with_datasets(config, heartbeat)
+        check_cache(config)
+    return config
+
+
+def _with_models(config: Config, heartbeat: Heartbeat) -> Config:
     from rltrain.run.hub_models import fetch_models
 
     ensure_home()  # Downloads from the Hugging Face hub are cached in the home folder.
-    return fetch_models(config, console)
+    return fetch_models(config, heartbeat)
 
 
-def _with_datasets(config: Config, console: Console) -> Config:
+def _with_datasets(config: Config, heartbeat: Heartbeat) -> Config:
     from rltrain.run.pinned_datasets import fetch_datasets
 
-    return fetch_datasets(config, console)
+    return fetch_datasets(config, heartbeat)
 
 
 def _require_working_directory() -> None:
@@ -218,7 +229,7 @@ def _traceback() -> str:
         return f"The traceback cannot be shown ({described(error)})"
 
 
-def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
+def run(config: Config, args: Args, heartbeat: Heartbeat, lock: RunLock) -> int:
     """Load the data, print the plan of the run, train, print a summary, and return the exit status.
 
     If the command line asks only for the plan of the run or for a check of the nodes, no workers are started and no
@@ -226,37 +237,32 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     """
     from rltrain.monitoring.console import summary
     from rltrain.run.memory.plan import require_room
-    from rltrain.run.resume import beginning, require_usable
     from rltrain.trajectories.token_rewards import with_all_knobs
 
-    tokenizer, stop_ids = tokenizer_of(config)
-    prompts, evaluations = load_data(config, tokenizer)
-    check_teachers(config, tokenizer, prompts)
-    environments = environments_of(config, tokenizer, stop_ids, [prompts, *evaluations.values()])
+    console = heartbeat.console
+    tokenizer, stop_ids, prompts, evaluations, environments = load(config, heartbeat)
     config = with_epochs_as_steps(config, len(prompts))
-    start = beginning(with_all_knobs(config))
-    repaired = [] if start.checkpoint is None else require_usable(config, start.checkpoint, prompts)
-    notes = (note for source in (prompts, *evaluations.values()) for note in source.notes)
-    for line in (*notes, *start.said, *repaired):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    with heartbeat.during("looking for a checkpoint"):
+        start = start_of(config, console, prompts, evaluations)
     if start.over:
         return 0
-    nodes = nodes_for(config, args, console)
+    nodes = nodes_for(config, args, heartbeat)
     if args.action == "check":
         return 0
     began = time.perf_counter()
-    memory = memory_of(config, nodes)
-    plan(config, args, console, prompts, evaluations, memory)
+    with heartbeat.during("planning the memory"):
+        memory = memory_of(config, nodes)
+        plan(config, args, console, prompts, evaluations, memory)
     if warning := sandbox_warning(config):
         print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (reward processes cannot print: output dropped)
     if args.action == "plan":
         return show_memory(config, memory, console)
     require_room(config, memory)
     output_dir = locked_folder(config, args, lock, tokenizer)
-    with ray_connection(config):
+    with ray_connection(config, heartbeat):
         tracker, curve, status = train(
             with_all_knobs(config),
-            console,
+            heartbeat,
             output_dir,
             stop_ids,
             prompts,
@@ -279,9 +285,40 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     return status
 
 
+def load(
+    config: Config, heartbeat: Heartbeat
+) -> "tuple[Any, list[int], PromptSet, dict[str, PromptSet], Environments | None]":
+    """Load and check the data, the teachers and the environments of the run.
+
+    Return the tokenizer, the ids of the tokens that end an answer, the training prompts, a dict that maps the name of
+    each evaluation set to the prompts of the set, and the environments.
+    """
+    with heartbeat.during("loading the data"):
+        tokenizer, stop_ids = tokenizer_of(config)
+        prompts, evaluations = load_data(config, tokenizer)
+    with heartbeat.during("checking the teachers"):
+        check_teachers(config, tokenizer, prompts)
+    with heartbeat.during("loading the environments"):
+        environments = environments_of(config, tokenizer, stop_ids, [prompts, *evaluations.values()])
+    return tokenizer, stop_ids, prompts, evaluations, environments
+
+
+def start_of(config: Config, console: Console, prompts: PromptSet, evaluations: Mapping[str, PromptSet]) -> "Beginning":
+    """Return where the run starts, and print notes about the data and about the checkpoint of a resumed run."""
+    from rltrain.run.resume import beginning, require_usable
+    from rltrain.trajectories.token_rewards import with_all_knobs
+
+    start = beginning(with_all_knobs(config))
+    repaired = [] if start.checkpoint is None else require_usable(config, start.checkpoint, prompts)
+    notes = (note for source in (prompts, *evaluations.values()) for note in source.notes)
+    for line in (*notes, *start.said, *repaired):
+        print_lines(console, line)
+    return start
+
+
 def train(
     config: Config,
-    console: Console,
+    heartbeat: Heartbeat,
     output_dir: Path,
     stop_ids: list[int],
     prompts: PromptSet,
@@ -305,7 +342,7 @@ def train(
 
     own = config.trainer
     display = ConsoleDisplay(
-        own.total_steps, own.sample_every, console, components=config.reward.names, text_of=text_of
+        own.total_steps, own.sample_every, heartbeat, components=config.reward.names, text_of=text_of
     )
     with Signals() as signals, display:
         tracker = Tracker(
@@ -333,9 +370,11 @@ def train(
                     environments,
                 )
             )
-            checkpoints.publish(output_dir / "model")
+            with heartbeat.during("writing the model"):
+                checkpoints.publish(output_dir / "model")
         finally:
-            curve = tracker.close()
+            with heartbeat.during("writing the report"):
+                curve = tracker.close()
     return tracker, curve, status
 
 
@@ -386,11 +425,11 @@ async def _train(
                     timeline=events,
                 )
                 signals.stop_with(tasks)
-                tasks.start(display.heartbeat(lambda: trainer.timer.phase, workers.waited_for), "display")
                 workers.daemons.patient = True
                 events.workers = workers.recorded
-                status = await fit(trainer, checkpoint, display.console)
-                await events.update()
+                with display.training(lambda: trainer.timer.phase, workers.waited_for):
+                    status = await fit(trainer, checkpoint, display.console)
+                    await events.update()
                 return status
 
 
@@ -570,11 +609,8 @@ def start_model(config: Config, display: "ConsoleDisplay") -> str:
         from rltrain.tasks.tiny_model import cached_start
 
         task = builtin_task(config)
-        return str(
-            cached_start(
-                task, on_step=display.progress_of(f"making the weak starting model for '{task.name}' (only once)")
-            )
-        )
+        with display.counting(f"making the weak starting model for '{task.name}' (only once)") as on_step:
+            return str(cached_start(task, on_step=on_step))
     return portable(config.model.path)
 
 
@@ -638,7 +674,7 @@ def show_memory(config: Config, memory: "MemoryPlan", console: Console) -> int:
     from rltrain.run.memory.table import table
 
     for line in ("", *table(memory)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_lines(console, line)
     require_room(config, memory)
     return 0
 
@@ -697,7 +733,7 @@ def plan(
 
 
 @contextlib.contextmanager
-def ray_connection(config: Config) -> Iterator[None]:
+def ray_connection(config: Config, heartbeat: Heartbeat) -> Iterator[None]:
     """Start Ray on this machine if the run needs it, and disconnect from Ray at the end of the `with` block.
 
     If the run is on a cluster, `nodes_for` has already connected this process to the cluster.
@@ -705,7 +741,8 @@ def ray_connection(config: Config) -> Iterator[None]:
     on_ray = config.placement.launcher == "ray"
     try:
         if on_ray and not config.placement.on_cluster:
-            join_cluster(config)
+            with heartbeat.during("starting Ray"):
+                join_cluster(config)
         yield
     finally:
         if on_ray:
@@ -723,7 +760,7 @@ def join_cluster(config: Config) -> None:
         check_cluster(config, resources)
 
 
-def nodes_for(config: Config, args: Args, console: Console) -> "list[Node]":
+def nodes_for(config: Config, args: Args, heartbeat: Heartbeat) -> "list[Node]":
     """Return the machines on which the run takes place.
 
     On a cluster or with `--check`, `nodes_for` first checks that each machine can take part in the run. With `--check`,
@@ -741,13 +778,15 @@ def nodes_for(config: Config, args: Args, console: Console) -> "list[Node]":
             check_cluster(config, {"GPU": len(nodes) * config.placement.gpus_per_node})
         return nodes
     if config.placement.on_cluster:
-        join_cluster(config)
+        with heartbeat.during(f"connecting to the Ray cluster {config.placement.address}"):
+            join_cluster(config)
     elif args.action != "check":
         return [machine()]
-    answers = ask_nodes(config)
+    with heartbeat.during("checking the nodes"):
+        answers = ask_nodes(config)
     found = findings(config, *answers)
     for line in report(found) if args.action == "check" else ():
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_lines(heartbeat.console, line)
     require_passed(found)
     return nodes_of(answers[0])
 

@@ -176,7 +176,7 @@ class Trainer:
         trainer, last = self.config.trainer, self.step >= self.config.trainer.total_steps
         self.checked_before = self.engine_checked
         if last or self.step == 0 or (trainer.eval_every and self.step % trainer.eval_every == 0):
-            with trace.span("evaluate"):
+            with self.timer("evaluate"):
                 async with self.saved_on_error():
                     await self.evaluate()
         if last or (self.step and trainer.save_every and self.step % trainer.save_every == 0):
@@ -194,7 +194,7 @@ class Trainer:
         """
         if repairable or self.checkpoints.last != self.step:
             state = self.state_dict() | ({"repairable": repairable} if repairable else {})
-            with trace.span("start checkpoint"):
+            with self.timer("start checkpoint"):
                 await self.checkpoints.start(
                     self.step,
                     self.incarnation,
@@ -278,7 +278,7 @@ class Trainer:
         Raise WorkerError if the run has already had too many restarts.
         """
         checkpoint = self.last_good()
-        with trace.span("restart training ranks"):
+        with self.timer("restart training ranks"):
             await self.collector.rollout.hold_weights()
             await self.restarts.after(error, checkpoint.step if checkpoint else 0)
             await self.restore(checkpoint)

@@ -1,6 +1,5 @@
 """Console output of a run: progress bar, samples, warnings, and a final summary of the results."""
 
-import asyncio
 import json
 import math
 import shlex
@@ -14,34 +13,25 @@ from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
+from rich.live import Live
+from rich.table import Column, Table
 from rich.text import Text
 
 from rltrain.base.errors import one_line
 from rltrain.batch.data_proto import DataProto
 from rltrain.monitoring.evaluation_metrics import KINDS, evaluated_sets, prefix_of
+from rltrain.monitoring.heartbeat import Heartbeat, duration, still
+from rltrain.monitoring.printing import print_lines
 from rltrain.monitoring.report.page import REPORT
+from rltrain.monitoring.status_line import StatusLine
 
 SHOWN_TEXT = 400  # Printed samples show at most SHOWN_TEXT characters of a prompt or an answer.
 SHOWN_MESSAGES = 12  # A printed conversation has at most SHOWN_MESSAGES messages.
 SHOWN_PARTS = 3  # The progress bar shows the scores of at most SHOWN_PARTS reward functions.
-# If the output is not a terminal, a download prints one line of progress every 60 seconds.
-DOWNLOAD_LINE_EVERY_S = 60.0
+SHOWN_NAME = 16  # The progress bar shows at most SHOWN_NAME characters of the name of a reward function.
 # If the output is not a terminal, the metrics of every tenth training step are printed as one line. Metrics of a step
 # whose number is not a multiple of 10 are printed if no metrics were printed in the last 10 seconds.
 PLAIN_EVERY, PLAIN_EVERY_S = 10, 10.0
-# If the output is not a terminal and no line about a training step has been printed for 60 seconds, a line about the
-# current step is printed.
-HEARTBEAT_S = 60.0
 TIMED_STEPS = 20  # The remaining time of a run is estimated from its 20 most recent steps.
 
 
@@ -51,7 +41,7 @@ class ConsoleDisplay:
     Args:
         total_steps: total number of training steps of the run.
         sample_every: number of training steps between two printed samples; 0 prints no samples.
-        console: the `rich.console.Console` object to which the display writes.
+        heartbeat: the heartbeat of the run, to whose console the display writes.
         components: names of the reward functions and reward models.
         text_of: function that converts token ids to text, including special tokens. If `text_of` is None, samples are
             shown without special tokens.
@@ -61,113 +51,128 @@ class ConsoleDisplay:
         self,
         total_steps: int,
         sample_every: int,
-        console: Console,
+        heartbeat: Heartbeat,
         *,
         components: Sequence[str] = (),
         text_of: Callable[[list[int]], str] | None = None,
     ) -> None:
-        self.total_steps, self.sample_every, self.console = total_steps, sample_every, console
+        self.total_steps, self.sample_every = total_steps, sample_every
+        self.heartbeat, self.console = heartbeat, heartbeat.console
         self.components, self.text_of = components, text_of
-        self.progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=16),
-            TextColumn("{task.fields[state]}"),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        self.steps = StatusLine("step", total_steps, self.time_left)
+        self.live = Live(self.steps, console=self.console, transient=True)
         self.failures_seen = False
-        self.task = self.progress.add_task("train", total=total_steps, state="")
-        self.ended: list[
-            tuple[int, float]
-        ] = []  # The pairs (step number, end time) of the most recent steps that this process has trained.
-        # Time of the last printed line with the metrics of a training step. Before the first line with the metrics of a
-        # training step, `said_at` is the time at which the display was created. `said_at` has an effect only if the
-        # output is not a terminal.
+        # The pairs (step number, end time) of the most recent steps that this process has trained.
+        self.ended: list[tuple[int, float]] = []
+        # Time of the last printed line with the metrics of a training step, or the time at which the display was
+        # created. `said_at` has an effect only if the output is not a terminal.
         self.said_at = time.monotonic()
         self.last = 0  # Number of the most recent training step that has ended.
+        self.since = time.monotonic()  # Time at which that step ended, or at which the run was restored.
 
     def __enter__(self) -> "ConsoleDisplay":
-        self.progress.start()
+        if self.heartbeat.is_live:
+            self.live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+        self.live.stop()
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """While the `with` block runs, show what the training run is waiting for."""
-        if self.console.is_terminal:
-            with self.console.status(what):
-                yield
-        else:
-            self.console.print(what)
+        """While the `with` block runs, show what the training run is waiting for, and for how long."""
+        began = time.monotonic()
+        if not self.heartbeat.is_live:
+            self.heartbeat.say(what)
+        line = StatusLine(what, ending=lambda: duration(time.monotonic() - began))
+        with self._shown(line), self.heartbeat.during(what):
             yield
 
-    def progress_of(self, what: str) -> Callable[[int, int], None]:
-        """Return a callback that shows the progress of a phase before training, such as creating the built-in model.
+    @contextmanager
+    def counting(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Show the progress of a phase before training, such as creating the built-in model.
 
-        The arguments of the callback are the number of finished steps and the total number of steps of the phase.
+        Yields:
+            A callback that takes the number of finished steps and the total number of steps of the phase. If the
+            callback is never called, nothing is shown.
         """
+        line, beginning = StatusLine(what), still(what)
 
         def update(done: int, total: int) -> None:
-            self.progress.update(self.task, state=f"{what}: {done}/{total}" if done < total else "")
-            if done == 1 and not self.console.is_terminal:
-                self.console.print(what)
+            if not self.heartbeat.is_live and not line.total:
+                self.heartbeat.say(what)
+            line.done, line.total = done, total
+            self.live.update(line)
 
-        return update
+        def told() -> str:
+            return f"{what}: {line.done}/{line.total}" if line.total else beginning()
+
+        with self._shown(self.steps), self.heartbeat.during(told):
+            yield update
+
+    @contextmanager
+    def _shown(self, line: StatusLine) -> Iterator[None]:
+        """Show another line on a terminal until the `with` block ends; then show the training steps again."""
+        self.live.update(line)
+        try:
+            yield
+        finally:
+            self.live.update(self.steps)
+
+    def restore(self, step: int) -> None:
+        """Show that training continues after the step `step`."""
+        self.last = self.steps.done = step
+        self.ended, self.since = [], time.monotonic()
 
     def step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
         """Update the progress bar, and print a sample after step 1 and after every `sample_every` steps."""
-        state, now = step_text(metrics), time.monotonic()
-        self.last = step
+        now = time.monotonic()
+        self.last, self.since = step, now
         self.ended = [*self.ended[-TIMED_STEPS:], (step, now)]
-        self.progress.update(self.task, completed=step, state=state)
+        self.steps.done, self.steps.parts = step, step_parts(metrics, longest_name=SHOWN_NAME)
         due = step % PLAIN_EVERY == 0 or step == self.total_steps or now - self.said_at >= PLAIN_EVERY_S
-        if not self.console.is_terminal and due:
-            line = f"step {step:>4}/{self.total_steps}  {state}{self.time_left()}"
-            self.console.print(line, highlight=False, soft_wrap=True)
+        if not self.heartbeat.is_live and due:
+            left = f"  {told}" if (told := self.time_left()) else ""
+            self.heartbeat.say(f"step {step:>4}/{self.total_steps}  {'  '.join(step_parts(metrics))}{left}")
             self.said_at = now
         if self.sample_every and (step == 1 or step % self.sample_every == 0):
-            self.console.print(sample_text(step, batch, self.components, self.text_of), soft_wrap=True)
+            print_lines(self.console, sample_text(step, batch, self.components, self.text_of))
         self.failures(step, batch)
 
     def time_left(self) -> str:
-        """Return the estimated time until the run ends, such as "  12 min left"; return "" before the third step.
+        """Return the estimated time until the run ends, such as "12 min left"; return "" before the third step.
 
         The estimate of the remaining time assumes that each remaining step takes the mean time of the last
         `TIMED_STEPS` steps, including evaluations and checkpoints. The first training step of the process is left
         out of the mean time, because process start and compilation make the first step slow.
         """
-        (first, began), (last, ended) = self.ended[0], self.ended[-1]
+        if len(timed := self.ended) < 3:
+            return ""
+        (first, began), (last, ended) = timed[0], timed[-1]
         if last - first < 2 or last >= self.total_steps:
             return ""
-        return f"  {duration((ended - began) / (last - first) * (self.total_steps - last))} left"
+        left = (ended - began) / (last - first) * (self.total_steps - last) - (time.monotonic() - ended)
+        return f"{duration(max(0.0, left))} left"
 
-    async def heartbeat(self, phase: Callable[[], str], waited_for: Callable[[], str] = lambda: "") -> None:
-        """Print a line about the current step if no line about a step has been printed for `HEARTBEAT_S` seconds.
-
-        On a terminal, `heartbeat` returns at once, because the progress bar shows the current step. If the output is
-        not a terminal, `heartbeat` runs until it is cancelled.
+    @contextmanager
+    def training(self, phase: Callable[[], str], waited_for: Callable[[], str] = lambda: "") -> Iterator[None]:
+        """While the `with` block runs, let the lines of the heartbeat name the current step.
 
         Args:
             phase: function that returns the name of the current phase of the step, or "" before the first phase.
             waited_for: function that returns the names of the processes for which the driver waits, or "" if the driver
-                waits for none.
+                waits for none. Both functions are called in another thread.
         """
-        told_at = time.monotonic()
-        while not self.console.is_terminal:
-            await asyncio.sleep(1)
-            now = time.monotonic()
-            if self.last < self.total_steps and now - max(told_at, self.said_at) >= HEARTBEAT_S:
-                since = duration(now - (self.ended[-1][1] if self.ended else self.said_at))
-                doing = phase().replace("_", " ")
-                text = f"step {self.last + 1:>4}/{self.total_steps}  for {since}{f', now: {doing}' if doing else ''}"
-                text += f"; waiting for {names}" if (names := waited_for()) else ""
-                self.console.print(text, highlight=False, soft_wrap=True)
-                told_at = now
+
+        def line() -> str:
+            ended = self.last >= self.total_steps
+            step = "after the last step" if ended else f"step {self.last + 1:>4}/{self.total_steps}"
+            text = f"{step}  for {duration(time.monotonic() - self.since)}"
+            text += f", now: {doing}" if (doing := phase().replace("_", " ")) else ""
+            return text + (f"; waiting for {names}" if (names := waited_for()) else "")
+
+        with self.heartbeat.during(line):
+            yield
 
     def failures(self, step: int, batch: DataProto) -> None:
         """Warn about failed rewards of a step; after the first such warning, warn only in every tenth step."""
@@ -178,72 +183,86 @@ class ConsoleDisplay:
             reasons = Counter(batch.non_tensor_batch.get("stop_reason", ()))
             what = "conversations" if reasons["error"] == len(errors) else "rewards"
             text = f"  step {step}: {len(errors)} of {len(batch)} {what} failed and are left out: {first}"
-            self.console.print(Text(text, "yellow"), soft_wrap=True)
+            print_lines(self.console, Text(text, "yellow"))
         self.failures_seen = self.failures_seen or bool(errors)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Print the results of an evaluation, one line per evaluation set."""
         for name in evaluated_sets(metrics):
-            self.console.print(evaluation_text(step, name, metrics), markup=False, highlight=False, soft_wrap=True)
+            print_lines(self.console, evaluation_text(step, name, metrics))
 
     def warning(self, text: str) -> None:
         """Print a warning as one coloured line."""
-        self.console.print(Text(f"warning: {one_line(text, 1000)}", "yellow"), soft_wrap=True)
+        print_lines(self.console, Text(f"warning: {one_line(text, 1000)}", "yellow"))
 
 
 @contextmanager
-def downloading(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+def downloading(heartbeat: Heartbeat, what: str) -> Iterator[Callable[[int, int], None]]:
     """Show the progress of a download while the `with` block runs: a bar on a terminal, otherwise a line every minute.
 
     Yields:
         A callback that takes the number of downloaded bytes and the total number of bytes. If the yielded callback is
         never called, for example because no file has to be downloaded, no progress is shown.
     """
-    bar = Progress(
-        TextColumn("downloading {task.description}", markup=False),
-        BarColumn(bar_width=16),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(compact=True),
-        console=console,
-        transient=True,
-    )
-    task, said_at = bar.add_task(what, total=None), -math.inf
+    began: list[tuple[float, int]] = []  # The time and the number of downloaded bytes of the first call of `update`.
+    asking = still(f"asking the hub for {what}")
+
+    def speed() -> float:
+        return (line.done - began[0][1]) / max(time.monotonic() - began[0][0], 1e-3)
+
+    def ending() -> str:
+        return f"{duration((line.total - line.done) / speed())} left" if speed() > 0 else ""
+
+    def told() -> str:
+        return f"downloading {what}: {decimal(line.done)} of {decimal(line.total)}" if began else asking()
+
+    line = StatusLine(f"downloading {what}", ending=ending, unit=decimal)
+    live = Live(line, console=heartbeat.console, transient=True)
 
     def update(done: int, total: int) -> None:
-        nonlocal said_at
-        if console.is_terminal:
-            bar.update(task, completed=done, total=total or None)
-            bar.start()
-        elif time.monotonic() - said_at >= DOWNLOAD_LINE_EVERY_S:
-            figures = "" if said_at == -math.inf else f": {decimal(done)} of {decimal(total)}"
-            console.print(f"downloading {what}{figures}", markup=False, highlight=False, soft_wrap=True)
-            said_at = time.monotonic()
+        line.done, line.total = done, total
+        if not began:
+            began.append((time.monotonic(), done))
+            live.start() if heartbeat.is_live else heartbeat.say(f"downloading {what}")
+        line.parts = [f"{decimal(round(speed()))}/s"]
 
     try:
-        yield update
+        with heartbeat.during(told):
+            yield update
     finally:
-        if console.is_terminal:
-            bar.stop()
+        live.stop()
 
 
 def step_text(metrics: dict[str, float]) -> str:
-    """Return the most important metrics of a training step as text for the progress bar."""
+    """Return the most important metrics of a training step as text."""
+    return "  ".join(step_parts(metrics))
+
+
+def step_parts(metrics: dict[str, float], longest_name: int | None = None) -> list[str]:
+    """Return the most important metrics of a training step as short texts, the most important text first.
+
+    Names of reward functions with more than `longest_name` characters are shortened in the middle.
+    """
     kls = ("actor/ref_kl", "reward/kl", "actor/teacher_kl", "actor/ppo_kl")
     kl = next((metrics[name] for name in kls if name in metrics), 0.0)
     parts = _parts(metrics)
-    scores = [f"{name} {metrics[f'reward/{name}/mean']:.2f}" for name in parts[:SHOWN_PARTS]]
+    scores = [f"{_short(name, longest_name)} {metrics[f'reward/{name}/mean']:.2f}" for name in parts[:SHOWN_PARTS]]
     accuracy = [f"acc {metrics['reward/accuracy']:.0%}"] if "reward/accuracy" in metrics else []
-    return "  ".join(
-        [
-            f"reward {metrics['reward/mean']:.2f}",
-            *(scores if len(parts) > 1 else []),
-            *accuracy,
-            f"kl {kl:.4f}",
-            f"len {metrics['rollout/length_mean']:.1f}",
-            f"{metrics['perf/tokens_per_s']:,.0f} tok/s",
-        ]
-    )
+    return [
+        f"reward {metrics['reward/mean']:.2f}",
+        *(scores if len(parts) > 1 else []),
+        *accuracy,
+        f"kl {kl:.4f}",
+        f"len {metrics['rollout/length_mean']:.1f}",
+        f"{metrics['perf/tokens_per_s']:,.0f} tok/s",
+    ]
+
+
+def _short(name: str, limit: int | None) -> str:
+    if limit is None or len(name) <= limit:
+        return name
+    half = (limit - 2) // 2
+    return f"{name[:half]}..{name[-half:]}"
 
 
 def evaluation_text(step: int, name: str, metrics: Mapping[str, float]) -> str:
@@ -283,14 +302,6 @@ def _parts(metrics: Mapping[str, float]) -> list[str]:
     """Return the names of the reward functions and reward models that occur in the metrics."""
     names = (name.split("/") for name in metrics)
     return [name[1] for name in names if len(name) == 3 and name[0] == "reward" and name[2] == "mean"]
-
-
-def duration(seconds: float) -> str:
-    """Format a duration in a readable way, such as "45 s", "12 min" or "3 h 5 min"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def sample_text(
@@ -397,8 +408,8 @@ def summary(
     counted = "1 step" if steps == 1 else f"{steps} steps"
     console.print(f"\n[bold]{title}[/] after {counted}, {seconds:.0f} s", highlight=False)
     if len(evaluations) >= 2:
-        for name in evaluated_sets(evaluations[-1]):
-            console.print(_before_and_after(name, evaluations[0], evaluations[-1]))
+        for number, name in enumerate(evaluated_sets(evaluations[-1])):
+            console.print(*[""] * (number > 0), _before_and_after(name, evaluations[0], evaluations[-1]), sep="\n")
     for name, path in (
         ("learning curve", curve),
         ("report", output_dir / REPORT),
@@ -418,7 +429,8 @@ def summary(
 
 def _before_and_after(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> Table:
     """Return a table with the metrics of one evaluation set before and after training."""
-    table = Table(name or "held-out", "before", "after", box=None, pad_edge=False)
+    numbers = [Column(header, no_wrap=True) for header in ("before", "after")]
+    table = Table(Column(name or "held-out", overflow="fold"), *numbers, box=None, pad_edge=False)
     prefix = prefix_of(name, "sampled")
     parts = [metric for metric in after if metric.startswith(f"{prefix}_reward/")]
     rows = []

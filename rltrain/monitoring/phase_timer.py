@@ -12,7 +12,7 @@ class Timer:
     """Timer that measures how many seconds each phase of one training step takes.
 
     Attributes:
-        phase: name of the phase that started most recently; "" before the first phase starts.
+        phase: name of the phase that is running; "" between two phases.
     """
 
     def __init__(self) -> None:
@@ -28,6 +28,7 @@ class Timer:
         start, self.phase = time.perf_counter(), phase
         with trace.span(phase):
             yield
+        self.phase = ""
         key = f"timing/{phase}"
         self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
 

@@ -23,6 +23,9 @@ IN_CHECKPOINTS = (METRICS, EVALUATIONS, LEDGER, ALARMS)  # Files of which each c
 class Display(Protocol):
     """Interface of a display that shows the results of a run to the user."""
 
+    def restore(self, step: int) -> None:
+        """Show that training continues after the training step `step`."""
+
     def step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
         """Show the metrics and a sample of a training step. The tracker calls `step` after each training step."""
 
@@ -87,6 +90,7 @@ class Tracker:
         self.alarms.replace(kept.get(ALARMS, b""))
         self.samples.restore(step)
         self.history = StepHistory(steps)
+        self.display.restore(step)
         return steps
 
     def state(self) -> dict[str, FileStart]:

@@ -4,24 +4,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-
 from rltrain.data.hub import HubName, fetch, hub_name
 from rltrain.data.model_weights import BUILTIN_MODEL
 from rltrain.monitoring.console import downloading
+from rltrain.monitoring.heartbeat import Heartbeat
 from rltrain.settings.distillation_config import TEACHER_KEY
 from rltrain.settings.reward_config import REWARD_MODEL_KEY
 from rltrain.settings.schema import Config
 
 
-def fetch_models(config: Config, console: Console) -> Config:
+def fetch_models(config: Config, heartbeat: Heartbeat) -> Config:
     """Download the Hugging Face Hub models of a run, and return the config with each model pinned to a commit.
 
     If the config names a model without a revision, a resumed run uses the commit that the saved run used.
 
     Args:
         config: the whole config.
-        console: rich console on which the progress of downloads is shown.
+        heartbeat: heartbeat of the run, on whose console the progress of downloads is shown.
 
     Raises:
         ConfigError: a model cannot be downloaded. The message of the ConfigError names the cause and a remedy.
@@ -40,7 +39,7 @@ def fetch_models(config: Config, console: Console) -> Config:
     for key, name in wanted.items():
         commit = kept.get((key, name.model))
         chosen = name if name.revision or commit is None else HubName(name.model, commit)
-        with downloading(console, str(chosen)) as on_bytes:
+        with downloading(heartbeat, str(chosen)) as on_bytes:
             paths[key] = fetch(chosen, f"{key}={paths[key]}", on_bytes=on_bytes)
     models = [replace(model, path=paths[model.key]) for model in config.reward.models]
     teachers = [replace(teacher, path=paths.get(teacher.key, teacher.path)) for teacher in distillation.teachers]

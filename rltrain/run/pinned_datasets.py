@@ -3,21 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rich.console import Console
-
 from rltrain.data.hub_datasets import dataset_name, fetch_dataset
 from rltrain.data.row_sources import kind_of
+from rltrain.monitoring.heartbeat import Heartbeat
 from rltrain.settings.schema import Config
 
 
-def fetch_datasets(config: Config, console: Console) -> Config:
+def fetch_datasets(config: Config, heartbeat: Heartbeat) -> Config:
     """Download the config's Hugging Face Hub data sets, and return the config with each of them pinned to a commit.
 
     If the config names a data set without a revision, a resumed run uses the commit that the saved run used.
 
     Args:
         config: the whole config.
-        console: rich console on which the progress of downloads is shown.
+        heartbeat: heartbeat of the run, on whose console the progress of downloads is shown.
 
     Raises:
         ConfigError: a data set cannot be downloaded. The message of the ConfigError names the cause and a remedy.
@@ -36,9 +35,10 @@ def fetch_datasets(config: Config, console: Console) -> Config:
         name, before = dataset_name(source), dataset_name(str(kept.get(key)))
         assert name is not None, "`named` contains only names of data sets on the hub"
         chosen = before if before is not None and name.may_mean(before) else name
-        console.print(f"data.{key}: reading {chosen} from the hub", markup=False, highlight=False, soft_wrap=True)
+        heartbeat.say(f"data.{key}: reading {chosen} from the hub")
         split = "train" if key == "train" else "val"
-        sources[key] = str(fetch_dataset(chosen, f"data.{key}={source}", key=split))
+        with heartbeat.during(f"reading {chosen} from the hub"):
+            sources[key] = str(fetch_dataset(chosen, f"data.{key}={source}", key=split))
     if not named:
         return config
     sets = {name: sources[f"val_sets.{name}"] for name in config.data.val_sets}

@@ -185,8 +185,12 @@ class Liveness:
         self._exits.notify()
 
     def waited_for(self) -> str:
-        """Return the names of the busy processes whose results the driver awaits; "" if it awaits no busy process."""
-        awaited = dict.fromkeys(process for scope in self.scopes for process in scope.processes)
+        """Return the names of the busy processes whose results the driver awaits; "" if it awaits no busy process.
+
+        `waited_for` may be called in any thread.
+        """
+        # The event loop's thread changes the set of scopes. The copy is made in one step of the interpreter.
+        awaited = dict.fromkeys(process for scope in list(self.scopes) for process in scope.processes)
         names = [str(process) for process in awaited if process.busy]
         more = [f"{len(names) - _NAMED} more processes"] if len(names) > _NAMED else []
         return ", ".join([*names[:_NAMED], *more])

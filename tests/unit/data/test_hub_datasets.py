@@ -4,6 +4,7 @@ The local server can simulate failures.
 """
 
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -291,20 +292,39 @@ def test_files_that_are_no_data_are_refused(hub, tmp_path):
 
 
 @needs_library
+@pytest.mark.usefixtures("hub")
+def test_a_slow_download_has_lines_in_a_log(monkeypatch):
+    from rich.console import Console
+
+    from rltrain.monitoring import heartbeat
+    from rltrain.run.pinned_datasets import fetch_datasets
+    from rltrain.settings.compose import compose
+
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.01)
+    log = Console(file=io.StringIO(), width=200)
+    with heartbeat.Heartbeat(log) as lines:
+        fetch_datasets(compose([f"data.train={NAME}:main", "data.val=null", "trainer.resume=never"])[0], lines)
+    first, *later = log.file.getvalue().splitlines()
+    assert first == f"data.train: reading {NAME}:main from the hub"
+    assert later[0] == f"still reading {NAME}:main from the hub after 0 s"
+
+
+@needs_library
 def test_a_run_that_is_resumed_keeps_the_commit(hub, tmp_path):
     from rich.console import Console
 
+    from rltrain.monitoring.heartbeat import Heartbeat
     from rltrain.run.pinned_datasets import fetch_datasets
     from rltrain.settings.compose import compose, to_yaml
 
     words = [f"data.train={NAME}:main", f"trainer.output_dir={tmp_path}/run", "trainer.resume=auto"]
-    first = fetch_datasets(compose(words)[0], Console(quiet=True))
+    first = fetch_datasets(compose(words)[0], Heartbeat(Console(quiet=True)))
     train, val = (f"{NAME}:main:{split}@{hub.commit}" for split in ("train", "test"))
     assert (first.data.train, first.data.val) == (train, val)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(first))
     hub.push(NAME, repository(tmp_path / "gsm8k", {"main": ["train", "test"]}, rows=5), kind="dataset")
-    again = fetch_datasets(compose(words)[0], Console(quiet=True))
+    again = fetch_datasets(compose(words)[0], Heartbeat(Console(quiet=True)))
     assert again.data == first.data
-    new = fetch_datasets(compose([*words[:2], "trainer.resume=never"])[0], Console(quiet=True))
+    new = fetch_datasets(compose([*words[:2], "trainer.resume=never"])[0], Heartbeat(Console(quiet=True)))
     assert new.data.train != train

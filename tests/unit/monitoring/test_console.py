@@ -1,6 +1,6 @@
-import asyncio
 import io
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -13,12 +13,12 @@ from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.monitoring.console import (
     ConsoleDisplay,
     downloading,
-    duration,
     next_command,
     sample_text,
     step_text,
     summary,
 )
+from rltrain.monitoring.heartbeat import Heartbeat, duration
 
 METRICS = {
     "reward/mean": 0.5, "reward/accuracy": 0.25, "rollout/length_mean": 12.3, "perf/tokens_per_s": 12345.6,
@@ -46,10 +46,15 @@ def console(*, terminal=False, width=80) -> Console:
     )
 
 
+def screens(where: Console) -> list[str]:
+    """Return the lines that were drawn on a terminal, without control sequences."""
+    return [line for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", where.file.getvalue()).splitlines() if line]
+
+
 def shown(batch: DataProto, *, terminal=False) -> str:
     """Return the text that the console display prints for a batch with a single sample."""
     where = console(terminal=terminal)
-    display = ConsoleDisplay(10, 1, where)
+    display = ConsoleDisplay(10, 1, Heartbeat(where))
     display.step(1, METRICS, batch)
     return where.file.getvalue()
 
@@ -72,7 +77,7 @@ def test_a_sample_of_a_run_without_rewards_is_shown_without_a_score():
 
 def test_failed_rewards_are_told_at_the_first_step_that_has_any_and_then_now_and_then():
     where = console()
-    display = ConsoleDisplay(30, 0, where)
+    display = ConsoleDisplay(30, 0, Heartbeat(where))
     for step in range(1, 26):
         display.step(step, METRICS, sample(error="it [b]broke[/b]" if step > 2 else "", valid=step <= 2))
     lines = [line for line in where.file.getvalue().splitlines() if "failed" in line]
@@ -84,7 +89,7 @@ def test_failed_conversations_are_not_told_as_failed_rewards():
     for reasons, told in ((["error", "done"], "1 of 2 conversations failed"), (["done"] * 2, "1 of 2 rewards failed")):
         where = console()
         objects = {"reward_error": ["reset raised", ""], "stop_reason": reasons}
-        ConsoleDisplay(30, 0, where).failures(1, DataProto.from_dict({"x": torch.zeros(2)}, objects))
+        ConsoleDisplay(30, 0, Heartbeat(where)).failures(1, DataProto.from_dict({"x": torch.zeros(2)}, objects))
         assert f"step 1: {told} and are left out: reset raised" in where.file.getvalue()
 
 
@@ -104,7 +109,7 @@ def evaluated(prefix="eval/", **changes):
 
 def lines_of(metrics):
     where = console()
-    ConsoleDisplay(10, 0, where).evaluation(3, metrics)
+    ConsoleDisplay(10, 0, Heartbeat(where)).evaluation(3, metrics)
     return where.file.getvalue().splitlines()
 
 
@@ -125,7 +130,7 @@ def test_each_evaluation_set_has_a_line():
 
 def test_without_a_terminal_there_is_one_line_every_ten_steps_and_one_at_the_end():
     where = console()
-    with ConsoleDisplay(25, 0, where) as display:
+    with ConsoleDisplay(25, 0, Heartbeat(where)) as display:
         for step in range(1, 26):
             display.step(step, METRICS, sample())
     lines = where.file.getvalue().splitlines()
@@ -135,7 +140,7 @@ def test_without_a_terminal_there_is_one_line_every_ten_steps_and_one_at_the_end
 
 
 class Clock:
-    """A fake clock whose time advances only when a test sets the time or when the tested code calls `sleep`."""
+    """A fake clock whose time advances only when a test sets the time."""
 
     def __init__(self):
         self.now = 1000.0
@@ -143,23 +148,27 @@ class Clock:
     def monotonic(self):
         return self.now
 
-    async def sleep(self, seconds):
-        self.now += seconds
-        if self.now > 1200:
-            raise asyncio.CancelledError
-
 
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr("rltrain.monitoring.console.time", made)
+    for module in ("console", "heartbeat"):
+        monkeypatch.setattr(f"rltrain.monitoring.{module}.time", made)
     return made
+
+
+def beats(heartbeat, clock, *, seconds=200):
+    """Let time pass, in which the heartbeat looks once a second whether a line is due."""
+    for _ in range(seconds):
+        clock.now += 1
+        heartbeat.beat()
+    return heartbeat.console.file.getvalue().splitlines()
 
 
 def test_slow_steps_have_a_line_each_with_the_time_left(clock):
     """The remaining time is estimated from the steps that take 60 s, without the first step, which takes 100 s."""
     where = console()
-    display = ConsoleDisplay(7, 0, where)
+    display = ConsoleDisplay(7, 0, Heartbeat(where))
     for step, seconds in ((1, 100), (2, 60), (3, 60), (4, 60)):
         clock.now += seconds
         display.step(step, METRICS, sample())
@@ -174,41 +183,58 @@ def test_a_duration_reads_well(seconds, text):
     assert duration(seconds) == text
 
 
-async def test_a_step_that_takes_minutes_says_once_a_minute_what_it_does(clock, monkeypatch):
-    monkeypatch.setattr("rltrain.monitoring.console.asyncio", clock)
-    where = console()
-    display = ConsoleDisplay(7, 0, where)
+def test_a_step_that_takes_minutes_says_once_a_minute_what_it_does(clock):
+    heartbeat = Heartbeat(console())
+    display = ConsoleDisplay(7, 0, heartbeat)
     display.step(1, METRICS, sample())
-    with pytest.raises(asyncio.CancelledError):
-        await display.heartbeat(lambda: "update_actor")
-    assert where.file.getvalue().splitlines() == [
-        "step    2/7  for 60 s, now: update actor",
-        "step    2/7  for 2 min, now: update actor",
-        "step    2/7  for 3 min, now: update actor",
-    ]
+    with display.training(lambda: "update_actor"):
+        assert beats(heartbeat, clock) == [
+            "step    2/7  for 60 s, now: update actor",
+            "step    2/7  for 2 min, now: update actor",
+            "step    2/7  for 3 min, now: update actor",
+        ]
 
 
-async def test_a_step_that_takes_minutes_says_for_which_processes_it_waits(clock, monkeypatch):
-    monkeypatch.setattr("rltrain.monitoring.console.asyncio", clock)
-    where = console()
-    display = ConsoleDisplay(7, 0, where)
+def test_a_step_that_takes_minutes_says_for_which_processes_it_waits(clock):
+    heartbeat = Heartbeat(console())
+    display = ConsoleDisplay(7, 0, heartbeat)
     display.step(1, METRICS, sample())
-    with pytest.raises(asyncio.CancelledError):
-        await display.heartbeat(lambda: "update_actor", lambda: "training rank 1 (pid 7 on two)")
-    assert where.file.getvalue().splitlines()[0] == (
-        "step    2/7  for 60 s, now: update actor; waiting for training rank 1 (pid 7 on two)"
-    )
+    with display.training(lambda: "update_actor", lambda: "training rank 1 (pid 7 on two)"):
+        assert beats(heartbeat, clock)[0] == (
+            "step    2/7  for 60 s, now: update actor; waiting for training rank 1 (pid 7 on two)"
+        )
 
 
-async def test_on_a_terminal_the_bar_shows_the_step_in_place_of_lines(clock):
-    where = console(terminal=True)
-    await ConsoleDisplay(7, 0, where).heartbeat(lambda: "generate")
-    assert where.file.getvalue() == ""
+def test_a_resumed_run_names_the_step_after_its_checkpoint_and_a_finished_one_its_last_evaluation(clock):
+    heartbeat = Heartbeat(console())
+    display = ConsoleDisplay(7, 0, heartbeat)
+    with display.training(lambda: "evaluate"):
+        display.restore(4)
+        assert beats(heartbeat, clock, seconds=60) == ["step    5/7  for 60 s, now: evaluate"]
+        display.step(7, METRICS, sample())
+        assert beats(heartbeat, clock, seconds=60)[-1] == "after the last step  for 60 s, now: evaluate"
+
+
+def test_the_start_of_the_workers_and_of_the_model_have_a_line_a_minute(clock):
+    heartbeat = Heartbeat(console())
+    display = ConsoleDisplay(7, 0, heartbeat)
+    with display.waiting("starting the workers"):
+        assert beats(heartbeat, clock) == [
+            "starting the workers",
+            "still starting the workers after 60 s",
+            "still starting the workers after 2 min",
+            "still starting the workers after 3 min",
+        ]
+    clock.now += 3
+    with display.counting("making the model") as on_step:
+        on_step(1, 400)
+        on_step(30, 400)
+        assert beats(heartbeat, clock, seconds=90)[4:] == ["making the model", "making the model: 30/400"]
 
 
 def test_a_line_is_one_line_however_long_it_is():
     where = console(width=40)
-    display = ConsoleDisplay(10_000, 10, where)
+    display = ConsoleDisplay(10_000, 10, Heartbeat(where))
     display.step(10_000, {**METRICS, "perf/tokens_per_s": 12345678.0}, sample("long " * 30))
     display.evaluation(10_000, evaluated())
     lines = where.file.getvalue().splitlines()
@@ -221,7 +247,7 @@ def test_a_line_is_one_line_however_long_it_is():
 
 def test_no_escape_sequence_is_written_where_there_is_no_terminal():
     where = console()
-    display = ConsoleDisplay(10, 5, where)
+    display = ConsoleDisplay(10, 5, Heartbeat(where))
     with display, display.waiting("starting"):
         display.step(10, METRICS, sample())
     assert "\x1b" not in where.file.getvalue()
@@ -231,7 +257,7 @@ def test_no_escape_sequence_is_written_where_there_is_no_terminal():
 @pytest.mark.parametrize(("every", "steps"), [(0, []), (4, [1, 4, 8]), (1, list(range(1, 10)))])
 def test_samples_come_at_the_first_step_and_then_as_often_as_asked(every, steps):
     where = console()
-    display = ConsoleDisplay(100, every, where)
+    display = ConsoleDisplay(100, every, Heartbeat(where))
     for step in range(1, 10):
         display.step(step, METRICS, sample())
     heads = [line for line in where.file.getvalue().splitlines() if line.startswith("  sample")]
@@ -240,9 +266,9 @@ def test_samples_come_at_the_first_step_and_then_as_often_as_asked(every, steps)
 
 def test_on_a_terminal_a_bar_moves_and_no_lines_are_written():
     where = console(terminal=True)
-    with ConsoleDisplay(25, 0, where) as display, display.waiting("starting"):
+    with ConsoleDisplay(25, 0, Heartbeat(where)) as display, display.waiting("starting"):
         pass
-    with ConsoleDisplay(25, 0, where) as display:
+    with ConsoleDisplay(25, 0, Heartbeat(where)) as display:
         for step in range(1, 26):
             display.step(step, METRICS, sample())
     assert "step   10/25" not in where.file.getvalue()
@@ -254,7 +280,7 @@ def test_on_a_terminal_a_bar_moves_and_no_lines_are_written():
 )
 def test_the_kl_shown_is_that_to_the_reference_where_there_is_one(extra, kl):
     where = console()
-    ConsoleDisplay(1, 0, where).step(1, METRICS | extra, sample())
+    ConsoleDisplay(1, 0, Heartbeat(where)).step(1, METRICS | extra, sample())
     assert f"kl {kl:.4f}" in where.file.getvalue()
 
 
@@ -456,25 +482,34 @@ def test_of_two_overrides_for_one_key_the_next_command_keeps_the_later():
 # Downloads
 
 
-def test_a_download_is_a_line_at_its_start_and_then_one_a_minute_without_a_terminal(monkeypatch):
-    where, clock = console(), [0.0]
-    monkeypatch.setattr("rltrain.monitoring.console.time.monotonic", lambda: clock[0])
-    with downloading(where, "org/model") as on_bytes:
-        for clock[0] in (0.0, 30.0, 61.0, 90.0):
-            on_bytes(int(clock[0]) * 1_000_000, 90_000_000)
-    assert where.file.getvalue() == "downloading org/model\ndownloading org/model: 61.0 MB of 90.0 MB\n"
+def test_a_download_is_a_line_at_its_start_and_then_one_a_minute_without_a_terminal(clock):
+    heartbeat = Heartbeat(console())
+    with downloading(heartbeat, "org/model") as on_bytes:
+        assert beats(heartbeat, clock, seconds=60) == ["still asking the hub for org/model after 60 s"]
+        on_bytes(1_000_000, 90_000_000)
+        on_bytes(61_000_000, 90_000_000)
+        assert beats(heartbeat, clock, seconds=119)[1:] == [
+            "downloading org/model",
+            "downloading org/model: 61.0 MB of 90.0 MB",
+        ]
 
 
-def test_a_download_is_a_bar_on_a_terminal():
-    where = console(terminal=True, width=120)
-    with downloading(where, "org/model") as on_bytes:
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_a_download_is_a_bar_with_its_bytes_and_its_time_on_a_terminal(clock, width):
+    where = console(terminal=True, width=width)
+    with downloading(Heartbeat(where), "org/a-model-with-a-long-name@" + "0" * 40) as on_bytes:
+        on_bytes(5_000_000, 90_000_000)
+        clock.now += 10
         on_bytes(45_000_000, 90_000_000)
-    assert "45.0/90.0 MB" in where.file.getvalue()
+    last = screens(where)[-1]
+    assert "45.0 MB/90.0 MB" in last
+    assert last.endswith("11 s left")
+    assert len(last) <= width
 
 
 def test_nothing_is_shown_of_a_model_that_is_in_the_cache():
     for terminal in (False, True):
         where = console(terminal=terminal)
-        with downloading(where, "org/model"):
+        with downloading(Heartbeat(where), "org/model"):
             pass
         assert where.file.getvalue() == ""

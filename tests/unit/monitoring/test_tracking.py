@@ -45,6 +45,9 @@ class FakeDisplay:
     def step(self, step, metrics, batch):
         self.shown.append(("step", step, metrics))
 
+    def restore(self, step):
+        self.shown.append(("restore", step))
+
     def evaluation(self, step, metrics):
         self.shown.append(("evaluation", step, metrics))
 

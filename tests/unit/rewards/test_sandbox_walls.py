@@ -7,9 +7,11 @@ import socket
 import sys
 
 import pytest
+from rich.console import Console
 
 from rltrain import main
 from rltrain.base.errors import ConfigError
+from rltrain.monitoring.heartbeat import Heartbeat
 from rltrain.rewards import sandbox
 from rltrain.rewards.sandbox import run
 from rltrain.run import checks
@@ -175,7 +177,7 @@ def test_the_driver_says_once_what_the_weak_form_allows(
     monkeypatch.setattr(main, "resolved_yaml", stop)
     config = config_of(f"placement={placement}", "rollout=hf", f"trainer.output_dir={tmp_path}/out")
     with caplog.at_level(logging.WARNING), pytest.raises(Reached):
-        main.run(config, Args("run", []), None, None)
+        main.run(config, Args("run", []), Heartbeat(Console(quiet=True)), None)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: reward function 'code': sandbox: model-written code runs with limits")
     assert "because bwrap is not installed" in line

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from rltrain.base.errors import ConfigError
 from rltrain.data import hub as hub_module
+from rltrain.monitoring.heartbeat import Heartbeat
 from rltrain.run.hub_models import fetch_models
 from rltrain.settings.compose import compose, to_yaml
 from tests.hub_server import Hub
@@ -40,7 +41,7 @@ def push(hub, tmp_path, weights: bytes, name: str = "org/model") -> str:
 def fetched(*overrides: str):
     """Return the config after downloading the models, and the text printed on the console."""
     console = Console(file=io.StringIO(), width=200)
-    config = fetch_models(compose(overrides)[0], console)
+    config = fetch_models(compose(overrides)[0], Heartbeat(console))
     return config, console.file.getvalue()
 
 
