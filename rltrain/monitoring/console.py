@@ -113,7 +113,7 @@ class ConsoleDisplay:
     @contextmanager
     def _shown(self, line: StatusLine) -> Iterator[None]:
         """Show another line on a terminal until the `with` block ends; then show the training steps again."""
-        self.live.update(line)
+        self.live.update(line, refresh=self.live.is_started)
         try:
             yield
         finally:
@@ -133,7 +133,7 @@ class ConsoleDisplay:
         due = step % PLAIN_EVERY == 0 or step == self.total_steps or now - self.said_at >= PLAIN_EVERY_S
         if not self.heartbeat.is_live and due:
             left = f"  {told}" if (told := self.time_left()) else ""
-            self.heartbeat.say(f"step {step:>4}/{self.total_steps}  {'  '.join(step_parts(metrics))}{left}")
+            self.heartbeat.say(f"step {step:>4}/{self.total_steps}  {step_text(metrics)}{left}")
             self.said_at = now
         if self.sample_every and (step == 1 or step % self.sample_every == 0):
             print_lines(self.console, sample_text(step, batch, self.components, self.text_of))
