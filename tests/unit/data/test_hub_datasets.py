@@ -255,7 +255,7 @@ def test_a_full_disk_is_named_and_the_next_attempt_succeeds(hub, tmp_path, monke
     hub.push("org/many", repository(tmp_path / "many", {"default": ["train"]}, rows=1000), kind="dataset")
     monkeypatch.setenv("PYTHONPATH", full_disk(tmp_path, during))
     message = refusal("org/many")
-    assert f"the data set cannot be stored in {tmp_path}/home/datasets (" in message
+    assert f"the data set cannot be stored in {tmp_path / 'home'}/datasets (" in message
     assert reason in message
     assert message.endswith("; free space there, or set HF_HOME to another folder")
     monkeypatch.delenv("PYTHONPATH")
@@ -268,7 +268,7 @@ def test_a_data_set_that_is_larger_than_the_free_space_is_refused(hub, tmp_path)
     (folder / "dataset_infos.json").write_text(json.dumps({"default": {"size_in_bytes": 10**18}}))
     hub.push("org/huge", folder, kind="dataset")
     message = refusal("org/huge")
-    assert f"the data set cannot be stored in {tmp_path}/home/datasets (OSError: Not enough disk space." in message
+    assert f"the data set cannot be stored in {tmp_path / 'home'}/datasets (OSError: Not enough disk space." in message
 
 
 @needs_library
