@@ -39,5 +39,5 @@ def test_the_parts_of_a_step_add_up_to_the_time_of_the_tracker_the_threads_and_t
     off = made({}, 81.0, 1.5, 1.0, 1.0)
     totals = {name: seconds * (MEASURED) for name, seconds in parts_per_step(on, off).items()}
     assert sum(totals.values()) == pytest.approx(20 - 1 - 1 + 2.5 + 2 + 1)  # Without console and learning curve.
-    assert totals["report"] == pytest.approx(1 + 1 + 2)
+    assert totals["report during the run"] == pytest.approx(1 + 2)
     assert totals["threads of trackers and TensorBoard"] == pytest.approx(2.5)
