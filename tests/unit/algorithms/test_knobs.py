@@ -35,6 +35,7 @@ def test_H1_every_knob_of_every_registered_function_changes_its_output(registry,
     function, batch = registry.get(name), make_batch(length=64, spread=1.0)
     # the log-probs of every second row are close to those of the old policy
     batch["log_probs"][::2] = batch["old_log_probs"][::2] + 1e-2 * batch["values"][::2]
+    batch["log_probs"][0] = batch["old_log_probs"][0] - 0.5  # the mean of this row's ratios is below 1
     output = 1 if knob == "lam_critic" else 0  # the critic's lambda changes the returns, but not the advantages
     before = call(function, batch)[output]
     after = call(function, batch, **{knob: another(knobs_of(function)[knob])})[output]
