@@ -7,6 +7,8 @@ engine and the log-probs of the actor.
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
+
 from rltrain.algorithms import rollout_diagnostics
 from rltrain.batch.data_proto import DataProto
 from rltrain.batch.sampled_tokens import sampled_lengths, sampled_tokens
@@ -18,25 +20,27 @@ def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, flo
     """Compute metrics of a batch: statistics of its rewards, answer lengths and finish reasons.
 
     Means and standard deviations of rewards include only rows whose column `valid` is True, so they exclude rows
-    without a score. Statistics of lengths, and metrics whose name ends in `_fraction`, include all rows. The length of
-    an answer is its number of sampled tokens.
+    without a score. Statistics of lengths, turns and tool calls, and the share of truncated answers, include all rows
+    but those of failed conversations, which have no answer. All other metrics whose name ends in `_fraction` include
+    all rows. The length of an answer is its number of sampled tokens.
 
     The metric `reward/accuracy` is the share of correct answers among the valid rows that a reward function has judged
     as correct or wrong. The metric `reward/accuracy` is missing if no valid row has been judged as correct or wrong.
     """
     valid, scores = batch.batch["valid"], batch.batch["scores"]
-    lengths = sampled_lengths(batch).float()
-    reasons = list(batch.non_tensor_batch["finish_reason"])
+    answered = _without_failed_conversations(batch)
+    lengths = sampled_lengths(answered).float()
+    reasons = list(answered.non_tensor_batch["finish_reason"])
     kept, successes = scores[valid], batch.batch["successes"][valid]
     successes = successes[~successes.isnan()]
     metrics = {
-        "reward/mean": float(kept.mean()) if len(kept) else 0.0,
+        "reward/mean": _mean(kept),
         "reward/std": float(kept.std(unbiased=False)) if len(kept) else 0.0,
         "reward/failed_fraction": float(batch.batch["failed"].float().mean()),
         "reward/unscored_fraction": 1 - float(valid.float().mean()),
-        "rollout/length_mean": float(lengths.mean()),
-        "rollout/length_max": float(lengths.max()),
-        "rollout/truncated_fraction": reasons.count("length") / len(reasons),
+        "rollout/length_mean": _mean(lengths),
+        "rollout/length_max": _max(lengths),
+        "rollout/truncated_fraction": reasons.count("length") / max(1, len(reasons)),
     }
     if len(successes):
         metrics["reward/accuracy"] = float(successes.mean())
@@ -44,7 +48,7 @@ def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, flo
         component = batch.batch["reward_components"][:, number][valid]
         component = component[~component.isnan()]
         metrics |= {
-            f"reward/{name}/mean": float(component.mean()) if len(component) else 0.0,
+            f"reward/{name}/mean": _mean(component),
             f"reward/{name}/std": float(component.std(unbiased=False)) if len(component) else 0.0,
             f"reward/{name}/failed_fraction": float((batch.batch["failed_function"] == number).float().mean()),
         }
@@ -52,16 +56,35 @@ def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, flo
 
 
 def environment_metrics(batch: DataProto) -> dict[str, float]:
-    """Compute the metrics of conversations with an environment, such as numbers of turns and shares of stop reasons."""
+    """Compute the metrics of conversations with an environment, such as numbers of turns and shares of stop reasons.
+
+    Failed conversations are only in the shares of stop reasons.
+    """
     reasons = Counter(batch.non_tensor_batch["stop_reason"])
+    answered = _without_failed_conversations(batch)
     return {
-        "rollout/turns_mean": float(batch.batch["turns"].float().mean()),
-        "rollout/turns_max": float(batch.batch["turns"].max()),
-        "rollout/contexts_mean": float(batch.batch["contexts"].float().mean()),
-        "rollout/tool_calls_mean": float(batch.batch["tool_calls"].float().mean()),
-        "rollout/observation_length_mean": float((~sampled_tokens(batch)).sum()) / len(batch),
+        "rollout/turns_mean": _mean(answered.batch["turns"]),
+        "rollout/turns_max": _max(answered.batch["turns"]),
+        "rollout/contexts_mean": _mean(answered.batch["contexts"]),
+        "rollout/tool_calls_mean": _mean(answered.batch["tool_calls"]),
+        "rollout/observation_length_mean": float((~sampled_tokens(answered)).sum()) / max(1, len(answered)),
         **{f"rollout/stop_{reason}_fraction": reasons[reason] / len(batch) for reason in STOP_REASONS},
     }
+
+
+def _without_failed_conversations(batch: DataProto) -> DataProto:
+    """Return the rows of a batch without those whose conversation ended with an error, and so has no answer."""
+    if "stop_reason" not in batch:
+        return batch
+    return batch[torch.tensor([reason != "error" for reason in batch.non_tensor_batch["stop_reason"]])]
+
+
+def _mean(values: torch.Tensor) -> float:
+    return float(values.float().mean()) if len(values) else 0.0
+
+
+def _max(values: torch.Tensor) -> float:
+    return float(values.max()) if len(values) else 0.0
 
 
 def entropy_estimate(batch: DataProto) -> float:

@@ -29,6 +29,7 @@ WITHOUT_COMMANDS = {
     "docs/coming-from-other-trainers.md",
     "docs/metrics.md",
     "docs/how-it-is-built.md",
+    "docs/invariants.md",
 }
 LONGEST_README = 200  # Maximum number of lines: about five minutes of reading.
 COMMAND = "python -m rltrain.main"

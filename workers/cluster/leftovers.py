@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 
 MARK = "RLTRAIN_RUN_MARK"  # name of an environment variable that all processes of a local Ray cluster inherit
+# Name of an environment variable that the descendants of a worker process inherit. Its value identifies the process.
+PARENT = "RLTRAIN_PARENT"
 SHARED = Path("/dev/shm")
 # Prefixes of the names of vLLM's shared-memory files. vLLM's message queues are objects of Python's class SharedMemory,
 # whose file names begin with "psm_". The file names of the buffers of vLLM's CPU workers begin with "vllm_dist_".
@@ -49,6 +51,30 @@ def marked(mark: str, logs: Path | None = None) -> list[psutil.Process]:
 
 def _writes_to(process: psutil.Process, folder: Path) -> bool:
     return any(file.mode != "r" and file.path.startswith(f"{folder}/") for file in process.open_files())
+
+
+def parent_mark(pid: int, began: int) -> str:
+    """Return the value of the environment variable `PARENT` in the descendants of a process.
+
+    Args:
+        pid: Process id of the process.
+        began: Start time of the process in clock ticks since the machine's boot.
+    """
+    return f"{pid}:{began}"
+
+
+def started_by(mark: str) -> list[int]:
+    """Return the pids of the processes that inherited the value `mark` of the environment variable `PARENT`.
+
+    `started_by` also finds processes that have moved to a session of their own and whose parent has ended. It does not
+    find processes that were started with another environment.
+    """
+    wanted, found = f"{PARENT}={mark}".encode(), []
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
 
 
 def group_of(leader: int) -> list[int]:

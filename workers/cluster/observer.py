@@ -59,6 +59,7 @@ class Observer:
         """
         for process in processes:
             below = descendants(process.pid) if state_of(process.pid, process.began) else []
+            below += leftovers.started_by(leftovers.parent_mark(process.pid, process.began))
             # The kernel does not reuse a pid while a process group whose id equals the pid has members.
             leads = began_of(process.pid) in (None, process.began) and process.pid != os.getpgrp()
             files = leftovers.shared_files({process.pid, *below, *(leftovers.group_of(process.pid) if leads else ())})

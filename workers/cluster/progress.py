@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from workers.cluster import leftovers
+
 STACKS_SIGNAL = signal.SIGUSR2  # Signal that makes a process write its stack traces.
 _WORD = 8  # Bytes per number in the progress file, which holds two numbers: ticks and running calls.
 
@@ -68,8 +70,8 @@ _announced: Process | None = None
 def announce(node: str) -> Process | None:
     """Let other processes observe this worker process, and return its identity, or None on a system without `/proc`.
 
-    This process becomes the leader of a process group, so that its child processes can be found even after this process
-    has died.
+    This process becomes the leader of a process group, and the processes that it starts inherit an environment variable
+    with its identity, so that its child processes can be found even after this process has died.
     """
     global _counter, _announced
     began = began_of(os.getpid())
@@ -79,6 +81,7 @@ def announce(node: str) -> Process | None:
         # If this process has called `setsid`, it already leads a process group, and `setpgid` fails.
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
+        os.environ[leftovers.PARENT] = leftovers.parent_mark(os.getpid(), began)
         _counter, stacks = _Counter(), os.memfd_create("rltrain-stacks")
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
         _announced = Process(os.getpid(), began, node, socket.gethostname(), _counter.file, stacks)

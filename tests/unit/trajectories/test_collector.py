@@ -4,17 +4,20 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from rltrain.base.errors import RewardError
 from rltrain.base.random_streams import stream_seed
 from rltrain.batch.data_proto import DataProto
 from rltrain.batch.trajectory import Trajectory, Turn
 from rltrain.data.prompts import Prompt
+from rltrain.monitoring.step_metrics import sample_metrics
 from rltrain.settings.compose import compose
 from rltrain.trajectories.batch_building import to_batch
 from rltrain.trajectories.collector import EVAL_SEED, Collector
 from rltrain.trajectories.prompt_groups import Group, GroupState, trajectory_of
 from rltrain.trajectories.scoring import on_last_token
+from rltrain.trajectories.token_rewards import estimate_advantages
 from tests.collecting import collect
 from tests.fakes import Immortal, Waiting, turns
 from tests.reward_configs import reward_function
@@ -296,6 +299,51 @@ async def test_failed_conversations_stop_the_run_as_conversations_and_not_as_rew
         "75% of the rewards failed, 9 of 12, above reward.max_failed_fraction=0.5 (3 of the rewards failed because "
         "their conversations failed): error 1 (3 x"
     )
+
+
+async def test_T7_a_failed_conversation_below_the_limit_is_in_no_statistic_and_is_not_trained_on(collector):
+    class Conversations(Engines):
+        async def poll(self):
+            ((uid, number),) = [answer.key for answer in await super().poll()]
+            if number == 3:
+                return [
+                    Trajectory(uid, number, [Turn((), (), (), (), "abort")], "error", error="reset raised (a.py:1)")
+                ]
+            two = [Turn([1, uid] if n == 0 else [7], [10 + number], [-1.0], [0], "stop", "", 1.0) for n in range(2)]
+            return [Trajectory(uid, number, two, "answer" if number else "max_turns")]
+
+    made = collector(lambda request: SampleScores(request.key, (float(request.key[1]),)), engines=Conversations())
+    batch = await collect(made, 0)
+    failed = torch.tensor([reason == "error" for reason in batch.non_tensor_batch["stop_reason"]])
+    assert (int(failed.sum()), len(batch)) == (3, 12)
+    assert not batch.batch["valid"][failed].any()
+    assert len(batch[failed].values("responses")) == 0
+
+    whole, others = (sample_metrics(one, ["exact"]) for one in (batch, batch[~failed]))
+    shares = {name for name in whole if name.startswith("rollout/stop_")}
+    shares |= {"reward/failed_fraction", "reward/unscored_fraction"}
+    assert {name: whole[name] for name in whole.keys() - shares} == {n: others[n] for n in others.keys() - shares}
+    assert (whole["rollout/length_mean"], whole["rollout/turns_mean"]) == (2.0, 2.0)
+    assert (whole["rollout/stop_error_fraction"], whole["reward/failed_fraction"]) == (0.25, 0.25)
+
+    config, _ = compose(["algorithm=grpo"])
+    advantages = []
+    for one in (batch[~failed], batch):
+        rewards = on_last_token(one, one.batch["scores"])
+        found, _ = estimate_advantages(one.with_values("responses", token_level_rewards=rewards), config.algorithm)
+        advantages.append(found.values("advantages").tolist())
+    assert advantages[0] == advantages[1]
+    assert any(advantages[0])
+
+
+def test_statistics_of_a_batch_whose_conversations_all_failed_are_finite():
+    turn = Turn((1,), (), (), (), "abort")
+    group = Group(0, PROMPTS[0], 1, 1, state=GroupState.READY)
+    group.trajectories[0] = Trajectory(0, 0, [turn], "error", error="it broke")
+    group.results[0] = SampleScores((0, 0), (None,), failed=True, error="it broke")
+    metrics = sample_metrics(to_batch([group], ONE), ["exact"])
+    assert metrics["rollout/stop_error_fraction"] == 1.0
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
 async def test_failures_past_the_limit_are_not_waited_for_to_the_end(monkeypatch, collector):

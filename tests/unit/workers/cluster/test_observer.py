@@ -21,8 +21,8 @@ def work():
     print(*vars(announced).values(), flush=True)
     while True:
         line = sys.stdin.readline()
-        if line == "start\\n":
-            subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
+        if line.startswith("start"):
+            subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, start_new_session="session" in line)
         if line:
             progress.tick()
 with progress.call():
@@ -67,8 +67,9 @@ def test_a_later_process_with_the_same_number_is_not_taken_for_it(child):
     assert seen_as(child.announced, Sight("S", ticks=0, calls=1))
 
 
-def test_what_a_process_started_ends_with_it_also_where_it_is_gone_already(child):
-    child.stdin.write("start\n")
+@pytest.mark.parametrize("line", ["start", "start in a session of its own"])
+def test_what_a_process_started_ends_with_it_also_where_it_is_gone_already(child, line):
+    child.stdin.write(f"{line}\n")
     assert seen_as(child.announced, Sight("S", ticks=1, calls=1))
     (started,) = psutil.Process(child.pid).children()
     child.kill()
