@@ -170,13 +170,13 @@ def test_the_keys_of_sections_and_of_the_entries_of_a_list_get_comments_too():
         "# generation, but the stored answers of an earlier run.",
         "engine: vllm",
     ]
-    entries = "# Head.\n\nfunctions:\n  - name: a\n    weight: 1.0\n  - name: b\nmodels: []\n"
+    entries = "# Head.\n\nmodels:\n  - name: a\n    weight: 1.0\n  - name: b\nmemory_mb: 1\n"
     assert [line.partition("  # ")[2] for line in commented(entries, "reward.").splitlines()[2:]] == [
-        "List of reward functions, each given as a mapping or only by its path.",
-        "Name of the reward function in metrics and messages.",
-        "Factor by which the function's score is multiplied in the weighted sum of all scores.",
-        "Name of the reward function in metrics and messages.",
         "List of reward models, each given as a mapping or only by its path.",
+        "Name of the reward model in metrics and messages.",
+        "Factor by which the reward model's score is multiplied in the weighted sum of all scores.",
+        "Name of the reward model in metrics and messages.",
+        "Maximum memory that a reward process may allocate after its start. Unit: MB.",
     ]
 
 
