@@ -114,9 +114,10 @@ async def test_in_the_warm_up_with_turns_as_actions_the_critic_learns_the_discou
         f"data.train={tmp_path}/rows.jsonl", "reward.functions=[environment_reward]", "rollout.max_prompt_length=100",
         "rollout.max_response_length=150", "rollout.max_turn_length=12",
     )  # fmt: skip
+    batches = [(await made.train_step())[1] for _ in range(3)]
+    await made.collector.rollout.close()  # closes the event loop of the environments
     turns_seen = set()
-    for step in range(3):
-        _, batch = await made.train_step()
+    for step, batch in enumerate(batches):
         for row in range(len(batch)):
             part = batch[[row]]
             columns = ("turn_index", "token_level_rewards", "values", "returns")
