@@ -30,12 +30,12 @@ class Turns:
         return finished
 
 
-def serve(connection, name, source, limits):
+def serve(connection, name, source, limits, journal):
     """Build an environment worker, and run each received call in a thread of its own.
 
     A received call is a tuple (number, method, arguments), and the answer is a tuple (number, result).
     """
-    worker, sending = EnvironmentWorker(name, source, limits, threaded=True), threading.Lock()
+    worker, sending = EnvironmentWorker(name, source, limits, journal, threaded=True), threading.Lock()
     connection.send((READY, None))
 
     def answer(number, method, arguments):

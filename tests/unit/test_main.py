@@ -52,6 +52,7 @@ class QuittedInTheDebugger:
     def __init__(self) -> None:
         self.step, self.calls = 3, []
         self.tracker = SimpleNamespace(restore=lambda *_: None)
+        self.collector = SimpleNamespace(drop_turns_after=lambda _: None)
         self.checkpoints = SimpleNamespace(finish=self.finish)
 
     async def fit(self) -> None:

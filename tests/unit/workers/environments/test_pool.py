@@ -51,10 +51,10 @@ class ChildProcess(RayProcess):
         calls: The calls that have no result yet, by number.
     """
 
-    def __init__(self, name, liveness, source):
+    def __init__(self, name, liveness, source, journal):
         self._loop, self._number, self.calls = asyncio.get_running_loop(), READY, {}
         self._connection, theirs = PROCESSES.Pipe()
-        self.child = PROCESSES.Process(target=serve, args=(theirs, name, source, limits()), daemon=True)
+        self.child = PROCESSES.Process(target=serve, args=(theirs, name, source, limits(), journal), daemon=True)
         self.child.start()
         theirs.close()
         self._built = Reply()
@@ -108,7 +108,7 @@ class Driver:
         processes: All processes that were started so far.
     """
 
-    def __init__(self, tasks, source, groups):
+    def __init__(self, tasks, source, groups, journal):
         self.changes, self.started, self.tasks, self.found = Changes(), True, tasks, {}
         self.requests = [
             EpisodeRequest((uid, sample), [{"role": "user", "content": "go"}], {}, 1.0, 0)
@@ -119,7 +119,7 @@ class Driver:
         liveness = Liveness(hang_timeout_s=math.inf, start_timeout_s=math.inf, tasks=tasks, here="here")
 
         def start(number, starts):
-            self.processes.append(ChildProcess(f"worker {number}.{starts}", liveness, source))
+            self.processes.append(ChildProcess(f"worker {number}.{starts}", liveness, source, journal))
             return self.processes[-1].role()
 
         self.pool = EnvironmentPool(start, 1, tasks)
@@ -161,7 +161,7 @@ def drive(tasks, tmp_path):
 
     def start(tool, groups=4):
         source = EnvironmentSource("", {"work": f"{tmp_path}/tools.py:{tool}"})
-        drivers.append(Driver(tasks, source, groups))
+        drivers.append(Driver(tasks, source, groups, tmp_path / "turns"))
         return drivers[-1]
 
     yield start

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[4]
 # The process builds the worker as a Ray actor does, and runs a trajectory with a tool and a game.
 RUN = """
 import json, sys
+from pathlib import Path
 from tests.environment_processes import Turns
 from tests.scripted_turns import limits
 from workers.cluster.worker_process import Host
@@ -17,7 +18,8 @@ from workers.environments.messages import EnvironmentSource, EpisodeRequest
 
 host = Host({})
 source = EnvironmentSource("small_game:Game", {"work": "small_game:work"})
-host.build("environment", "workers.environments.worker:EnvironmentWorker", "w", source, limits(), threaded=True)
+given = "w", source, limits(), Path("turns")
+host.build("environment", "workers.environments.worker:EnvironmentWorker", *given, threaded=True)
 request = EpisodeRequest((4, 0), [{"role": "user", "content": "go"}], {}, 1.0, 0)
 host.call("environment", "submit", (0, 1), LocalConnection(Turns()), [request])
 found = []
