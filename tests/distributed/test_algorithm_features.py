@@ -191,7 +191,7 @@ async def test_the_exact_kl_in_the_reward_is_that_of_all_logits(start, ranks):
     assert "ref_log_probs" not in batch
     columns = log_probs_columns(config.algorithm)
     found = await actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=40)
-    assert sorted(found.keys()) == ["full_kl", "old_log_probs"]
+    assert sorted(found.keys()) == ["entropies", "full_kl", "old_log_probs"]
     model, reference = (AutoModelForCausalLM.from_pretrained(start, attn_implementation="eager") for _ in range(2))
     model.load_state_dict(await weights_of(workers["actor"]), strict=False)
     kl = batch.union(found).padded("full_kl")
