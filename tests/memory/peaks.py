@@ -92,8 +92,9 @@ def phases(config: Config, path: str, ranks: int) -> Iterator[tuple[str, Callabl
 
     def log_probs() -> None:
         nonlocal batch
-        names = [name for name in batch.keys() if name != "old_log_probs"]  # noqa: SIM118 (iterating gives rows)
-        batch = batch.select(names).union(actor.compute_log_probs(batch, lists))
+        found = actor.compute_log_probs(batch, lists)
+        names = [name for name in batch.keys() if name not in found]  # noqa: SIM118 (iterating gives rows)
+        batch = batch.select(names).union(found)
 
     for _ in range(2):
         yield "log-probs", log_probs
