@@ -14,7 +14,10 @@ _ROW = re.compile(r"^\| ([A-Z]\d+) \| (.*) \| (.*) \|$", re.MULTILINE)
 
 
 def files_by_code() -> dict[str, list[str]]:
-    """Map each code in the names of tests to the test files, as paths in `tests/` without `.py`."""
+    """Map each code of a property, such as A1, to the files whose tests have the code in their names.
+
+    A file is given as its path in `tests/` without the ending `.py`.
+    """
     found = defaultdict(set)
     for path in (ROOT / "tests").rglob("test_*.py"):
         for code in re.findall(r"def test_([A-Z]\d+)_", path.read_text("utf-8")):

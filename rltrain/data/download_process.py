@@ -76,7 +76,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def remove_unfinished_files_at_sigterm() -> None:
-    """Make SIGTERM end this process at once, without the files that it has not finished. Ignore SIGINT.
+    """Let SIGTERM delete the unfinished files and end this process, and ignore SIGINT.
 
     On Ctrl-C, the terminal sends SIGINT to the driver and to this process, and the driver then sends SIGTERM to this
     process. A thread waits for SIGTERM, because the main thread runs no signal handlers while it is in native code.

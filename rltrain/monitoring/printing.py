@@ -1,4 +1,4 @@
-"""Printing of lines that may be longer than a terminal is wide."""
+"""Prints lines, and wraps them at the width of a terminal."""
 
 import re
 

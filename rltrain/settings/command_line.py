@@ -114,7 +114,7 @@ def _unknown_flag(word: str, following: str) -> ConfigError:
         )
     if not equals:
         value = "" if following.startswith("-") or "=" in following else following
-    # A note says that the option and the config key differ in meaning or unit, so the value may not fit the config key.
+    # An option with a note differs from the config key in meaning or unit, so its value may not fit the config key.
     return ConfigError(
         f"unknown flag '{flag}': rltrain's name for it is '{key}'{note}; settings are written without dashes, as in "
         f"{key}={value if value and not note else 'VALUE'}"

@@ -93,7 +93,7 @@ class Meter:
         return call
 
     def end_step(self, tracker: Any, step: int) -> None:
-        """Set the marks that belong to the end of a step."""
+        """Record the time and the CPU seconds after the warm-up and after the last step."""
         if step == WARM_UP:
             catch_up(tracker)
             self.seconds.clear()

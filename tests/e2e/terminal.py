@@ -16,7 +16,7 @@ _CONTROL = re.compile(r"\x1b\[([0-9;?]*)([a-zA-Z])|\x1b\][^\x07]*\x07")
 
 @dataclass
 class Session:
-    """What a program wrote to a terminal, and what a terminal shows of it.
+    """The output of a program in a terminal, and the screen that a user sees.
 
     Attributes:
         status: exit status of the program.

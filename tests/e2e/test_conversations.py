@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from rltrain.batch.trajectory import NOT_SAMPLED
 from tests.chat_model import GAME, save_chat_model
+from workers.environments.turn_journal import read_lines
 
 pytestmark = pytest.mark.slow
 
@@ -216,14 +217,14 @@ def test_T5_a_killed_driver_takes_the_recorded_turns_again(common, undisturbed, 
     process = start(output, *own)
     deadline = time.monotonic() + 200
     while process.poll() is None and time.monotonic() < deadline:
-        recorded = [line for path in output.glob("turns/*.jsonl") for line in lines_of(path)]
+        recorded = [line for path in output.glob("turns/*.jsonl") for line in read_lines(path)]
         if (output / "checkpoints/step_1/manifest.json").exists() and sum(line["turn"] == 1 for line in recorded) > 2:
             break
         time.sleep(0.01)
     process.kill()
     assert finish(process, output).status == -signal.SIGKILL
     path = min(output.glob("turns/*.jsonl"))
-    first, *others = lines_of(path)
+    first, *others = read_lines(path)
     assert set(first["result"]["versions"]) == {1}
     first["result"]["log_probs"][0] -= 0.5
     path.write_text("".join(f"\n{json.dumps(line)}" for line in (first, *others)))
@@ -237,21 +238,6 @@ def test_T5_a_killed_driver_takes_the_recorded_turns_again(common, undisturbed, 
             changed += [(int(path.stem), gap) for gap in gaps if gap and row["uid"] == int(path.stem)]
             assert json.dumps(row) == json.dumps(other)
     assert changed == [(int(path.stem), pytest.approx(-0.5, abs=1e-6))]
-
-
-def lines_of(path):
-    """Return the complete lines of a file of the journal of turns, which can be removed at any time."""
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in text.splitlines():
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return found
 
 
 def slow_game(folder):

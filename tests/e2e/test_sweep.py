@@ -25,7 +25,7 @@ def job_of(sweep, number: int):
 
 
 def check_trained(job, result, *, seed: int) -> None:
-    """Check that a job has trained one step with its own seed and with the free text of the command line."""
+    """Check that a job has trained one step with its seed, and with the supervised answers from the command line."""
     config = yaml.safe_load((job.output / "config.yaml").read_text())
     assert (config["trainer"]["seed"], config["trainer"]["output_dir"]) == (seed, str(job.output))
     assert config["data"]["sft_response"] == ANSWER

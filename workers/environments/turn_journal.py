@@ -1,4 +1,4 @@
-"""The journal of unfinished trajectories: sampled turns that a trajectory takes again after a process was killed.
+"""Records the sampled turns of unfinished trajectories, so that a trajectory can continue after a process was killed.
 
 Each sampled turn is written to a file before the environment sees the action. If the engine, the environment worker or
 the driver is killed, the trajectory starts again in a fresh environment, and its first turns are read from the journal
@@ -46,7 +46,7 @@ class RecordedTurn:
 
 
 class TurnJournal:
-    """Files with the turns of unfinished trajectories.
+    """Stores the sampled turns of unfinished trajectories in files, one file for each prompt group.
 
     Args:
         folder: Folder of the files. The folder is created when the first turn is written.
@@ -59,7 +59,7 @@ class TurnJournal:
     def turns(self, key: TrajectoryKey) -> list[RecordedTurn]:
         """Return the recorded turns of a trajectory, in order and without gaps."""
         found: list[RecordedTurn] = []
-        for line in _lines(self._file(key[0])):
+        for line in read_lines(self._file(key[0])):
             if line["sample"] != key[1]:
                 continue
             if line["turn"] <= len(found):  # A turn that was sampled again replaces the turn and all later turns.
@@ -93,7 +93,7 @@ class TurnJournal:
         of its policy. A turn after a removed turn is not read either.
         """
         for path in self.folder.glob("*.jsonl"):
-            lines = _lines(path)
+            lines = read_lines(path)
             kept = [line for line in lines if max(line["result"]["versions"], default=0) <= version]
             if not kept:
                 path.unlink()
@@ -105,7 +105,7 @@ class TurnJournal:
 
 
 class JournaledSampler:
-    """A sampler that takes the first turns of one trajectory from the journal, and writes all later turns to it.
+    """A sampler for one trajectory, which returns the recorded turns first, and then samples and records new turns.
 
     Args:
         engine: The object that samples the turns that are not in the journal.
@@ -143,7 +143,7 @@ def digest(request: TurnRequest) -> str:
     return found.hexdigest()
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a file of the journal, or no lines if the file cannot be read."""
     lines = []
     with contextlib.suppress(OSError):

@@ -127,7 +127,7 @@ class EnvironmentWorker:
             self.news.notify_all()
 
     async def _trajectory(self, replica: ReplicaClient, request: EpisodeRequest) -> Trajectory:
-        """Run one trajectory, which begins with the turns that the journal has of it.
+        """Run one trajectory. The turns of the trajectory that are in the journal are not sampled again.
 
         If the environment no longer gives the recorded observations, the trajectory starts from its prompt again.
         """

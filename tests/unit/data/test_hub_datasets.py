@@ -219,16 +219,8 @@ def test_a_download_that_breaks_off_says_so_and_complete_files_are_kept(hub):
     assert len([request for request in hub.requests if "/cdn/" in request.path and request.method == "GET"]) == 1
 
 
-@pytest.fixture
-def interruptible():
-    """Restore the default handler of SIGINT, because a shell may start pytest with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @needs_library
-@pytest.mark.usefixtures("interruptible")
+@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_deletes_the_file_in_progress(hub, tmp_path):
     folder = tmp_path / "large"
     folder.mkdir()

@@ -137,14 +137,6 @@ def test_an_async_function_that_stops_the_loop_stops_no_other(raising):
     assert scores(worker.score(requests("abc", "stop", "a"))) == [3.0, 4.0, 1.0]
 
 
-@pytest.fixture
-def interrupts():
-    """Restore the default handler of SIGINT, because a shell may start pytest with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_of_the_user_goes_through(raising, monkeypatch):
     worker = RewardWorker([function(raising, "plain")])

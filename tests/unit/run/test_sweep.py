@@ -69,7 +69,7 @@ def test_values_with_brackets_and_quotes_mean_the_same_to_each_run(jobs):
 
 
 def config_of(command):
-    """Compose the config of a job from the job's command, as the job itself does."""
+    """Return the config that a job of a sweep composes from its command."""
     args = parse_args(settings_of(command))
     return compose(args.overrides, args.files)[0]
 

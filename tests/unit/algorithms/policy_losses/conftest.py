@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rltrain.algorithms import POLICY_LOSSES
+from rltrain.algorithms import POLICY_LOSSES, aggregate_loss
 
 
 def evaluate(name, log_probs, old, advantages, mask, selected, **knobs):
@@ -65,5 +65,31 @@ def gradcheck(make_batch):
         rest = [batch[c] for c in ("old_log_probs", "advantages", "response_mask", *(["selected"] if selected else []))]
         function = POLICY_LOSSES.get(name)
         return torch.autograd.gradcheck(lambda x: function(x, *rest, **knobs)[0], batch["log_probs"].requires_grad_())
+
+    return run
+
+
+@pytest.fixture
+def as_sequence_objective(make_batch):
+    """Compare the value and the gradient of a loss with those of a sequence objective from a paper.
+
+    Advantages are equal within a row, and the loss is aggregated with seq-mean-token-mean. The function `objective`
+    gets log pi, log pi_old, the advantage of each row, the mask, and the lower and the upper clip range.
+    """
+
+    def run(name, objective, low, high):
+        batch = make_batch(spread=0.5)
+        mask, old, per_row = batch["response_mask"], batch["old_log_probs"], batch["advantages"][:, 0]
+        token_side, sequence_side = (batch["log_probs"].clone().requires_grad_() for _ in range(2))
+        function, advantages = POLICY_LOSSES.get(name), per_row[:, None].expand_as(old)
+        losses, metrics = function(token_side, old, advantages, mask, clip_ratio_low=low, clip_ratio_high=high)
+        token_loss = aggregate_loss(losses, mask, "seq-mean-token-mean")
+        sequence_loss = objective(sequence_side, old, per_row, mask, low, high)
+        (token_gradient,) = torch.autograd.grad(token_loss, token_side)
+        (gradient,) = torch.autograd.grad(sequence_loss, sequence_side)
+        assert token_loss.item() == pytest.approx(sequence_loss.item(), rel=1e-12)
+        assert torch.allclose(token_gradient, gradient, rtol=1e-10, atol=1e-14)
+        assert metrics["clip_fraction"].item() == ((gradient == 0) & mask).sum()
+        assert 0 < metrics["clip_fraction"].item() < mask.sum()
 
     return run

@@ -319,7 +319,7 @@ class Till:
 
 
 class CountedTill(Till):
-    """A shop that computes its reward in the method `get_reward`, which counts more than the attribute."""
+    """A shop that computes its reward in the method `get_reward`, which takes precedence over the attribute."""
 
     def get_reward(self):
         return 2 * self.reward

@@ -1,4 +1,4 @@
-"""Tests of the journal of unfinished trajectories: what a killed trajectory takes again, and what it does not."""
+"""Tests that an interrupted trajectory continues with its recorded turns if its environment behaves as before."""
 
 import asyncio
 import dataclasses
@@ -17,7 +17,7 @@ from workers.rollout.turns import TurnRequest, TurnResult
 
 
 class Echo:
-    """A game that ends at the fourth step. Its first observation is `first`."""
+    """A game with four steps. The class attribute `first` is the observation after the first step."""
 
     first = "more"
     steps: ClassVar[list[str]] = []
