@@ -109,14 +109,15 @@ def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
     exceeded limit.
     """
     control = given["control"]
-    wake = [control]
+    wake = select.poll()  # Unlike select(), poll() takes file descriptors of 1024 and above.
+    wake.register(control, select.POLLIN)
     try:
-        wake.append(os.pidfd_open(first))  # The pidfd must be opened before `_reap` reaps the process.
+        wake.register(os.pidfd_open(first), select.POLLIN)  # The pidfd must be opened before `_reap` reaps the process.
         pause = _POLL_S
     except OSError:  # Linux versions before 5.3 have no pidfd_open, so the watcher polls more often.
         pause = _POLL_S / 4
     while True:
-        ready = select.select(wake, [], [], pause)[0]
+        ready = [fd for fd, _ in wake.poll(pause * 1000)]
         code = _reap(first)
         if code is not None:
             return f"exit {code}"

@@ -99,7 +99,9 @@ class RemoteDaemon:
 
     def _look_at(self, connection: socket.socket, now: float) -> None:
         """Record the result of a connection attempt as soon as the attempt has succeeded, failed or timed out."""
-        settled = bool(select.select([], [connection], [], 0)[1])
+        poll = select.poll()  # unlike select(), poll() takes file descriptors of 1024 and above
+        poll.register(connection, select.POLLOUT)
+        settled = bool(poll.poll(0))
         if not settled and now < self.asked + _ANSWER_S:
             return
         self.silent_since = None if settled and _is_open(connection) else self.silent_since or self.asked

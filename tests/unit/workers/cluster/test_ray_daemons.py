@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import resource
 import socket
 import subprocess
 import time
@@ -127,6 +128,21 @@ def test_a_host_that_does_not_answer_is_not_waited_for_and_counts_as_silent_afte
         clock[0] += 10
         assert daemon.ended()
         opened.enter_context(daemon.connection)  # the connection attempt that has not finished yet
+
+
+def test_a_process_with_more_than_1024_open_files_can_watch_a_remote_daemon(clock):
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most[1], 4096), most[1]))
+        server = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        held = opened.enter_context(open(os.devnull))
+        while held.fileno() < 1024:
+            held = opened.enter_context(open(os.devnull))
+        daemon = RemoteDaemon(GCS, *server.getsockname())
+        clock[0] += 6
+        assert not daemon.ended()
+        assert daemon.silent_since is None
 
 
 def test_a_host_without_a_server_counts_as_silent(clock):
