@@ -157,6 +157,7 @@ $(TRACKERS)/.ready: $(READY) docker/requirements-trackers.txt
 BENCH := TRL_VENV=$(abspath $(TRL)) TRACKERS_VENV=$(abspath $(TRACKERS)) $(BIN)/python -m tests.benchmarks
 # $(call for_bench,NAME,FILE) is FILE if `make bench` runs the benchmark NAME.
 for_bench = $(if $(ARGS),$(if $(findstring $(1),$(ARGS)),$(2)),$(2))
+bench: $(call for_bench,smollm2,$(SMOLLM2)/model/config.json) $(call for_bench,monitoring,$(SMOLLM2)/model/config.json)
 bench: setup $(call for_bench,trl,$(TRL)/.ready) $(call for_bench,monitoring,$(TRACKERS)/.ready)  ## Compare the speed with TRL, a plain training loop and each part's limit: make bench ARGS="trl phases"
 	@$(BENCH) $(ARGS)
 

@@ -249,7 +249,7 @@ def step_parts(metrics: dict[str, float], longest_name: int | None = None) -> li
     scores = [f"{_short(name, longest_name)} {metrics[f'reward/{name}/mean']:.2f}" for name in parts[:SHOWN_PARTS]]
     accuracy = [f"acc {metrics['reward/accuracy']:.0%}"] if "reward/accuracy" in metrics else []
     return [
-        f"reward {metrics['reward/mean']:.2f}",
+        *([f"reward {metrics['reward/mean']:.2f}"] if parts else []),
         *(scores if len(parts) > 1 else []),
         *accuracy,
         f"kl {kl:.4f}",
@@ -269,7 +269,7 @@ def evaluation_text(step: int, name: str, metrics: Mapping[str, float]) -> str:
     """Return the results of one evaluation set as text.
 
     The text about an evaluation set contains the accuracy (or the mean reward, if the accuracy is unknown), pass@k and
-    the mean answer length. If the run has several reward functions, the text about an evaluation set contains the mean
+    the mean answer length. In a run without rewards, the text contains only the mean answer length. If the run has several reward functions, the text about an evaluation set contains the mean
     scores of the first `SHOWN_PARTS` reward functions.
 
     Args:
@@ -277,9 +277,13 @@ def evaluation_text(step: int, name: str, metrics: Mapping[str, float]) -> str:
         name: name of the evaluation set; "" stands for the set from `data.val`.
         metrics: a mapping from metric name to value, with the metrics of all evaluation sets.
     """
-    what, form = _headline(name, metrics)
-    texts = [", ".join(f"{kind} {metrics[f'{prefix_of(name, kind)}_{what}']:{form}}" for kind in KINDS)]
     prefix = prefix_of(name, "sampled")
+    what, form = _headline(name, metrics)
+    texts = []
+    if f"{prefix}_{what}" in metrics:
+        texts = [", ".join(f"{kind} {metrics[f'{prefix_of(name, kind)}_{what}']:{form}}" for kind in KINDS)]
+    else:
+        what = "answers"
     passes = [metric for metric in metrics if metric.startswith(f"{prefix}_pass_at_")]
     texts += [f"pass@{metric.rpartition('_')[2]} {metrics[metric]:.1%}" for metric in passes]
     parts = [metric for metric in metrics if metric.startswith(f"{prefix}_reward/")]

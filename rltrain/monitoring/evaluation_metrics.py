@@ -12,7 +12,7 @@ from rltrain.monitoring.step_metrics import sample_metrics
 # Sampled answers are generated at the run's temperature. Greedy answers consist of the most likely token at each
 # position.
 KINDS = ("sampled", "greedy")
-_REWARD = re.compile(r"eval/(?:(?P<name>[^/]+)/)?sampled_reward")
+_LENGTH = re.compile(r"eval/(?:(?P<name>[^/]+)/)?sampled_length")
 
 
 def prefix_of(name: str, kind: str) -> str:
@@ -30,23 +30,25 @@ def evaluated_sets(metrics: Iterable[str]) -> list[str]:
 
     The evaluation set of the config key `data.val` has the name "".
     """
-    found = (_REWARD.fullmatch(metric) for metric in metrics)
+    found = (_LENGTH.fullmatch(metric) for metric in metrics)
     return [match["name"] or "" for match in found if match]
 
 
 def evaluation_metrics(batch: DataProto, components: Sequence[str], prefix: str) -> dict[str, float]:
     """Compute the metrics of the answers to the prompts of one evaluation set.
 
-    The metrics accuracy and pass@k are computed only if a reward function decides which answers are correct.
+    The metrics accuracy and pass@k are computed only if a reward function decides which answers are correct. A run
+    without rewards has no reward metrics.
 
     Args:
         batch: answers with scores; the answers to one prompt have the same `uid`.
-        components: names of the reward functions and reward models.
+        components: names of the reward functions and reward models; empty in a run without rewards.
         prefix: common prefix of the metric names, from `prefix_of`.
     """
     samples = sample_metrics(batch, components)
-    names = {"reward/mean": "reward", "reward/accuracy": "accuracy", "rollout/length_mean": "length"}
-    names |= {"reward/failed_fraction": "failed_fraction"}
+    names = {"reward/accuracy": "accuracy", "rollout/length_mean": "length"}
+    if components:
+        names = {"reward/mean": "reward", "reward/failed_fraction": "failed_fraction"} | names
     names |= {f"reward/{component}/mean": f"reward/{component}" for component in components}
     metrics = {f"{prefix}_{own}": samples[name] for name, own in names.items() if name in samples}
     for k, value in _pass_at_each_k(batch):

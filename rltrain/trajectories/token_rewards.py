@@ -52,14 +52,15 @@ def with_all_knobs(config: Config) -> Config:
 
     If the name of the loss or the estimator is unknown, the knobs in the config stay unchanged. If an estimator has a
     setting `weights`, the estimator itself combines the reward components, so the default value of `weights` is the
-    list of the components' weights in the config.
+    list of the components' weights in the config. If the policy learns from teachers alone, the estimator has no effect,
+    so its knobs are left out.
     """
     algorithm = config.algorithm
     loss, advantage = algorithm.loss, algorithm.advantage
     if algorithm.loss_mode in POLICY_LOSSES.names():
         for function in reversed(loss_functions(algorithm.loss_mode)):
             loss = knobs_of(function) | loss
-    if algorithm.advantage_estimator in ADVANTAGE_ESTIMATORS.names():
+    if algorithm.advantage_estimator in ADVANTAGE_ESTIMATORS.names() and not algorithm.distillation.alone:
         defaults = knobs_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator))
         if "weights" in defaults:
             defaults["weights"] = [component.weight for component in config.reward.components]

@@ -1,7 +1,8 @@
 """Measures the CPU time that metrics files, sample files, TensorBoard, the report and experiment trackers take.
 
-Runs with everything on and runs with everything off take turns. Each run is the demo, in a process of its own, in which
-one thread trains. The run with everything on uses each of W&B, MLflow and trackio that is installed for the Python
+Runs with everything on and runs with everything off take turns. Each run has a process of its own, in which one thread
+trains. A step of the demo takes half a second, less than a step of any real model, so the demo shows the largest share.
+The second workload is a real language model: the sums of `make demo-llm`, which installs the model. The run with everything on uses each of W&B, MLflow and trackio that is installed for the Python
 interpreter of the runs, without any service. The interpreter is the one in the virtual environment that the environment
 variable `TRACKERS_VENV` names, or else the interpreter of the benchmark. `make bench` sets the variable.
 
@@ -16,7 +17,7 @@ Some of this work follows the elapsed time and not the number of steps: the repo
 time, MLflow gets a request every five seconds, and trackio writes from time to time. On a busy machine, on which steps
 take long, the share of monitoring is therefore too large.
 
-The second row compares the total CPU time of the two runs. It contains all effects of monitoring, but also the noise of
+The second row of a workload compares the total CPU time of the two runs. It contains all effects of monitoring, but also the noise of
 the training, which can be larger than the difference.
 
     python -m tests.benchmarks.monitoring
@@ -24,6 +25,7 @@ the training, which can be larger than the difference.
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import resource
@@ -44,13 +46,49 @@ from tests.benchmarks.job import OWN_ENVIRONMENT, ROOT, tree
 from tests.benchmarks.row import Row
 
 COMMAND = "make bench ARGS=monitoring"
-STEPS, WARM_UP, ROUNDS = 120, 5, 3
-MEASURED = STEPS - WARM_UP
+MODEL = ROOT / "build" / "smollm2" / "model"
 ON, OFF = "on", "off"
 LIBRARIES = ("wandb", "mlflow", "trackio")
 OFFLINE = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db", "TRACKIO_DIR": "trackio"}
 KINDS = ("training", "threads", "ended", "running")
 WRITES = ("metrics.jsonl", "sample files", "TensorBoard")  # Parts of a step that the training thread executes.
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the measured runs train.
+
+    Attributes:
+        name: name in the rows of results.
+        settings: command-line arguments of a run.
+        steps: number of training steps of a run.
+        warm_up: number of steps at the start that are not measured.
+        rounds: number of pairs of runs.
+        target: limit of the share of monitoring in a step's CPU time, or "".
+    """
+
+    name: str
+    settings: tuple[str, ...]
+    steps: int
+    warm_up: int
+    rounds: int
+    target: str
+
+    @property
+    def measured(self) -> int:
+        """Return the number of measured steps."""
+        return self.steps - self.warm_up
+
+
+WORKLOADS = {
+    "demo": Workload("the demo", (), steps=120, warm_up=5, rounds=3, target=""),
+    "llm": Workload(
+        "SmolLM2-135M",
+        ("--config", str(ROOT / "examples" / "demo_llm" / "sums.yaml"), f"model.path={MODEL}",
+         "trainer.prompts_per_step=16", "trainer.prompts_per_minibatch=8"),
+        steps=6, warm_up=1, rounds=1, target="<= 0.02",
+    ),
+}  # fmt: skip
 
 
 def spent() -> Counter[str]:
@@ -68,7 +106,7 @@ def spent() -> Counter[str]:
 
 
 class Meter:
-    """Measures one run.
+    """Measures one run of a workload.
 
     Attributes:
         seconds: CPU seconds after the warm-up, by the name of the measured part. The calls of a tracker that runs in a
@@ -77,7 +115,8 @@ class Meter:
             "last" at the end of the last step, and "closed" after the tracker is closed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
         self.seconds, self.marks = Counter[str](), dict[str, Counter[str]]()
 
     def timed(self, name: Callable[..., str], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,11 +133,11 @@ class Meter:
 
     def end_step(self, tracker: Any, step: int) -> None:
         """Record the time and the CPU seconds after the warm-up and after the last step."""
-        if step == WARM_UP:
+        if step == self.workload.warm_up:
             catch_up(tracker)
             self.seconds.clear()
             self.marks["warm"] = spent()
-        elif step == STEPS:
+        elif step == self.workload.steps:
             self.marks["last"] = spent()
 
 
@@ -173,17 +212,18 @@ def instruments(meter: Meter, side: str) -> Iterator[None]:
         yield
 
 
-def measure(side: str) -> None:
-    """Make one run in the working directory, and write its measurements to the file measured.json."""
+def measure(key: str, side: str) -> None:
+    """Make one run of a workload in the working directory, and write its measurements to the file measured.json."""
     from rltrain import main as program
 
     libraries = [name for name in LIBRARIES if side == ON and importlib.util.find_spec(name)]
     trackers = ",".join(["tensorboard", *libraries]) if side == ON else ""
-    meter, output = Meter(), Path("out").absolute()
+    workload = WORKLOADS[key]
+    meter, output = Meter(workload), Path("out").absolute()
     with instruments(meter, side):
         status = program.main([
-            "placement=inprocess", "rollout=hf", "data.val=null", f"trainer.total_steps={STEPS}",
-            f"trainer.trackers=[{trackers}]", f"trainer.output_dir={output}",
+            *workload.settings, "placement=inprocess", "rollout=hf", "data.val=null",
+            f"trainer.total_steps={workload.steps}", f"trainer.trackers=[{trackers}]", f"trainer.output_dir={output}",
         ])  # fmt: skip
     if status:
         raise RuntimeError(f"the run with everything {side} ended with exit status {status}")
@@ -212,20 +252,15 @@ class Run:
         """Return the CPU seconds of threads and processes between two marks; without `kinds`, of all kinds."""
         return sum(self.marks[last][kind] - self.marks[first][kind] for kind in kinds or KINDS)
 
-    @property
-    def step_s(self) -> float:
-        """Return the mean CPU seconds of a step, of all threads and processes."""
-        return self.between("warm", "last") / MEASURED
 
-
-def run_side(side: str, folder: Path) -> Run:
-    """Make a run in a new process and a new folder. Raises RuntimeError with the last line of the run's errors."""
+def run_side(key: str, side: str, folder: Path) -> Run:
+    """Make a run of a workload in a new process and a new folder. Raises RuntimeError with the last line of the run's errors."""
     folder.mkdir()
     own = Path(os.environ["TRACKERS_VENV"], "bin", "python") if "TRACKERS_VENV" in os.environ else sys.executable
     given = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "MLFLOW", "TRACKIO"))}
     path = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), given.get("PYTHONPATH")]))}
     done = subprocess.run(
-        [own, "-m", "tests.benchmarks.monitoring", side], cwd=folder, text=True, stdout=subprocess.DEVNULL,
+        [own, "-m", "tests.benchmarks.monitoring", key, side], cwd=folder, text=True, stdout=subprocess.DEVNULL,
         env=given | OWN_ENVIRONMENT | OFFLINE | path | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, check=False,
     )  # fmt: skip
     if done.returncode:
@@ -233,8 +268,8 @@ def run_side(side: str, folder: Path) -> Run:
     return Run.read(folder)
 
 
-def parts_per_step(on: Run, off: Run) -> dict[str, float]:
-    """Return the CPU seconds per step of each part of monitoring in the run `on`.
+def parts_per_step(on: Run, off: Run, steps: int) -> dict[str, float]:
+    """Return the CPU seconds per step of each part of monitoring in the run `on`, of which `steps` are measured.
 
     The values in the run `off` are subtracted from the times of other threads and of other processes. What is
     written at the end of the run counts as a part of the steps, such as the last report and the values that wait in a
@@ -250,7 +285,7 @@ def parts_per_step(on: Run, off: Run) -> dict[str, float]:
         "threads of trackers and TensorBoard": more["threads"],
         "processes of trackers": more["running"],
     }
-    return {name: total / MEASURED for name, total in totals.items()}
+    return {name: total / steps for name, total in totals.items()}
 
 
 def medians(values: list[dict[str, float]]) -> dict[str, float]:
@@ -258,15 +293,17 @@ def medians(values: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(one[name] for one in values) for name in values[0]}
 
 
-def notes_of(pairs: list[tuple[Run, Run]], parts: dict[str, float], calls: dict[str, float]) -> str:
+def notes_of(
+    workload: Workload, pairs: list[tuple[Run, Run]], parts: dict[str, float], calls: dict[str, float]
+) -> str:
     """Describe the runs, the CPU seconds of each part of monitoring, and the costs that do not grow with the run."""
     on = [one for one, _ in pairs]
-    elapsed = statistics.median(one.between("warm", "last", "clock") for one in on) / MEASURED
+    elapsed = statistics.median(one.between("warm", "last", "clock") for one in on) / workload.measured
     start = statistics.median(sum(one.marks["warm"][k] - off.marks["warm"][k] for k in KINDS) for one, off in pairs)
     curve = statistics.median(one.seconds["learning curve"] for one in on)
     absent = [name for name in LIBRARIES if name not in calls]
     notes = [
-        f"{STEPS} steps of 512 answers and {elapsed:.2f} s; trackers, without services: "
+        f"{workload.steps} steps of {elapsed:.2f} s; trackers, without services: "
         + ", ".join(["TensorBoard", *calls, *(f"{name} is not installed" for name in absent)]),
         f"per step: {listed(parts)}",
         *([f"of the threads: {listed(calls)}"] if calls else []),
@@ -275,22 +312,24 @@ def notes_of(pairs: list[tuple[Run, Run]], parts: dict[str, float], calls: dict[
     return "; ".join(notes)
 
 
-def rows_of(pairs: list[tuple[Run, Run]]) -> list[Row]:
-    """Return the rows of several rounds, given the run with everything on and the run with everything off of each."""
-    parts = medians([parts_per_step(on, off) for on, off in pairs])
-    calls = medians([{name: on.seconds[name] / MEASURED for name in on.libraries} for on, _ in pairs])
-    step, own = statistics.median(off.step_s for _, off in pairs), sum(parts.values())
+def rows_of(workload: Workload, pairs: list[tuple[Run, Run]]) -> list[Row]:
+    """Return the rows of a workload, given the run with everything on and the run with everything off of each round."""
+    steps = workload.measured
+    parts = medians([parts_per_step(on, off, steps) for on, off in pairs])
+    calls = medians([{name: on.seconds[name] / steps for name in on.libraries} for on, _ in pairs])
+    step = statistics.median(off.between("warm", "last") / steps for _, off in pairs)
+    own = sum(parts.values())
     whole = [
-        (on.between("warm", "closed") - on.seconds["learning curve"] - off.between("warm", "closed")) / MEASURED
+        (on.between("warm", "closed") - on.seconds["learning curve"] - off.between("warm", "closed")) / steps
         for on, off in pairs
     ]
-    shares = [more / off.step_s for more, (_, off) in zip(whole, pairs, strict=True)]
+    shares = [more / (off.between("warm", "last") / steps) for more, (_, off) in zip(whole, pairs, strict=True)]
+    name = f"CPU time of metrics, samples, report and trackers, {workload.name}"
     return [
-        Row("CPU time of metrics, samples, report and trackers in a step", own / step, "of a step's CPU time",
-            "<= 0.02", f"{1e3 * own:.1f} ms", f"{1e3 * step:.0f} ms, a step without them",
-            notes_of(pairs, parts, calls), COMMAND,
-            {f"{name}_s": value for name, value in (parts | calls).items()} | {"step_s": step}),
-        Row("the same, as the difference of whole runs", statistics.median(shares), "of a step's CPU time", "",
+        Row(name, own / step, "of a step's CPU time", workload.target, f"{1e3 * own:.1f} ms",
+            f"{1e3 * step:.0f} ms, a step without them", notes_of(workload, pairs, parts, calls), COMMAND,
+            {f"{part}_s": value for part, value in (parts | calls).items()} | {"step_s": step}),
+        Row(f"{name}, as the difference of whole runs", statistics.median(shares), "of a step's CPU time", "",
             f"{1e3 * (step + statistics.median(whole)):.0f} ms per step with everything on",
             f"{1e3 * step:.0f} ms with everything off", "rounds: " + ", ".join(f"{share:+.1%}" for share in shares),
             COMMAND),
@@ -302,19 +341,26 @@ def listed(seconds: dict[str, float]) -> str:
     return ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in seconds.items())
 
 
-def run() -> list[Row]:
-    """Make the runs with everything on and off in turn, and return the rows of results."""
+def run_pairs(key: str, rounds: int) -> list[tuple[Run, Run]]:
+    """Make the runs of a workload with everything on and with everything off in turn."""
     with tempfile.TemporaryDirectory(prefix="rltrain-bench-") as folder:
-        pairs = [
-            (run_side(ON, Path(folder, f"{number}-{ON}")), run_side(OFF, Path(folder, f"{number}-{OFF}")))
-            for number in range(ROUNDS)
+        return [
+            (run_side(key, ON, Path(folder, f"{number}-{ON}")), run_side(key, OFF, Path(folder, f"{number}-{OFF}")))
+            for number in range(rounds)
         ]
-    return rows_of(pairs)
+
+
+def run() -> list[Row]:
+    """Measure both workloads, and return the rows of results."""
+    if not (MODEL / "config.json").exists():
+        raise RuntimeError(f"{MODEL} does not exist: run `make demo-llm`, which installs the model")
+    rows = [rows_of(workload, run_pairs(key, workload.rounds)) for key, workload in WORKLOADS.items()]
+    return list(itertools.chain(*rows))
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        measure(sys.argv[1])
+        measure(*sys.argv[1:])
     else:
         for row in run():
             sys.stdout.write(f"{row}\n")

@@ -21,8 +21,8 @@ from rltrain.monitoring.console import (
 from rltrain.monitoring.heartbeat import Heartbeat, duration
 
 METRICS = {
-    "reward/mean": 0.5, "reward/accuracy": 0.25, "rollout/length_mean": 12.3, "perf/tokens_per_s": 12345.6,
-    "actor/ppo_kl": 0.01,
+    "reward/mean": 0.5, "reward/right/mean": 0.5, "reward/accuracy": 0.25, "rollout/length_mean": 12.3,
+    "perf/tokens_per_s": 12345.6, "actor/ppo_kl": 0.01,
 }  # fmt: skip
 
 
@@ -96,9 +96,16 @@ def test_failed_conversations_are_not_told_as_failed_rewards():
 def test_of_several_rewards_each_is_shown_before_the_accuracy():
     parts = {"reward/right/mean": 0.5, "reward/short/mean": -1.25}
     assert "reward 0.50  right 0.50  short -1.25  acc 25%  kl" in step_text({**METRICS, **parts})
-    assert "reward 0.50  acc 25%" in step_text({**METRICS, "reward/right/mean": 0.5})
+    assert "reward 0.50  acc 25%" in step_text(METRICS)
     undecided = {name: value for name, value in METRICS.items() if name != "reward/accuracy"}
     assert step_text(undecided).startswith("reward 0.50  kl")
+
+
+def test_a_run_without_rewards_is_told_without_a_reward():
+    without = {name: value for name, value in METRICS.items() if not name.startswith("reward/")} | {"reward/mean": 0.0}
+    assert step_text(without).startswith("kl 0.0100  len 12.3")
+    lengths = {name: value for name, value in evaluated().items() if name.endswith("length")}
+    assert lines_of(lengths) == ["held-out answers after 3 steps: 9.0 tokens"]
 
 
 def evaluated(prefix="eval/", **changes):

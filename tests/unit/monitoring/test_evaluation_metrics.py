@@ -61,6 +61,11 @@ def test_without_a_function_that_decides_there_is_neither_accuracy_nor_pass_at_k
     ]  # fmt: skip
 
 
+def test_a_run_without_rewards_has_no_reward_metrics():
+    found = evaluation_metrics(answers([4, 4], [NAN, NAN]), [], "eval/sampled")
+    assert sorted(found) == ["eval/sampled_length"]
+
+
 def test_the_names_of_the_sets_are_read_from_the_metrics():
-    names = ["eval/sampled_reward", "eval/sampled_reward/right", "eval/aime-24/sampled_reward", "eval/b/greedy_reward"]
+    names = ["eval/sampled_length", "eval/sampled_reward/right", "eval/aime-24/sampled_length", "eval/b/greedy_length"]
     assert evaluated_sets(names) == ["", "aime-24"]

@@ -13,7 +13,7 @@ from rltrain.run.checks import check
 from rltrain.settings import config_groups
 from rltrain.settings.algorithm_config import CorrectionConfig
 from rltrain.settings.command_line import EXAMPLES, Args, parse_args, usage
-from rltrain.settings.compose import choices_of, compose, profile_defaults
+from rltrain.settings.compose import choices_of, compose, profile_defaults, to_yaml
 from rltrain.settings.config_groups import choices, config_dir, group_names
 from rltrain.settings.schema import Config, LoRAConfig
 from rltrain.settings.typed import keys
@@ -231,6 +231,14 @@ def test_the_dual_clip_is_on_in_grpo_and_where_the_authors_program_has_it(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_passes_every_check_before_a_run(name, tmp_path):
     check(compose(preset(name, "rollout=hf", f"trainer.output_dir={tmp_path / 'run'}"))[0])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_config_file_of_a_run_can_be_given_to_another_run(name, tmp_path):
+    written = with_all_knobs(compose(preset(name, "rollout=hf", "trainer.output_dir=run"))[0])
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(written))
+    assert with_all_knobs(compose([], [str(file)])[0]) == written
 
 
 @pytest.mark.parametrize("name", choices("algorithm"))
