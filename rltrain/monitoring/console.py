@@ -269,8 +269,9 @@ def evaluation_text(step: int, name: str, metrics: Mapping[str, float]) -> str:
     """Return the results of one evaluation set as text.
 
     The text about an evaluation set contains the accuracy (or the mean reward, if the accuracy is unknown), pass@k and
-    the mean answer length. In a run without rewards, the text contains only the mean answer length. If the run has several reward functions, the text about an evaluation set contains the mean
-    scores of the first `SHOWN_PARTS` reward functions.
+    the mean answer length. In a run without rewards, the text contains only the mean answer length. If the run has
+    several reward functions, the text about an evaluation set contains the mean scores of the first `SHOWN_PARTS`
+    reward functions.
 
     Args:
         step: number of training steps before the evaluation.

@@ -52,8 +52,8 @@ def with_all_knobs(config: Config) -> Config:
 
     If the name of the loss or the estimator is unknown, the knobs in the config stay unchanged. If an estimator has a
     setting `weights`, the estimator itself combines the reward components, so the default value of `weights` is the
-    list of the components' weights in the config. If the policy learns from teachers alone, the estimator has no effect,
-    so its knobs are left out.
+    list of the components' weights in the config. If the policy learns from teachers alone, the estimator has no
+    effect, so its knobs are left out.
     """
     algorithm = config.algorithm
     loss, advantage = algorithm.loss, algorithm.advantage

@@ -2,9 +2,10 @@
 
 Runs with everything on and runs with everything off take turns. Each run has a process of its own, in which one thread
 trains. A step of the demo takes half a second, less than a step of any real model, so the demo shows the largest share.
-The second workload is a real language model: the sums of `make demo-llm`, which installs the model. The run with everything on uses each of W&B, MLflow and trackio that is installed for the Python
-interpreter of the runs, without any service. The interpreter is the one in the virtual environment that the environment
-variable `TRACKERS_VENV` names, or else the interpreter of the benchmark. `make bench` sets the variable.
+The second workload is a real language model: the sums of `make demo-llm`, which installs the model. The run with
+everything on uses each of W&B, MLflow and trackio that is installed for the Python interpreter of the runs, without any
+service. The interpreter is the one in the virtual environment that the environment variable `TRACKERS_VENV` names, or
+else the interpreter of the benchmark. `make bench` sets the variable.
 
 All times are CPU seconds. The CPU time of monitoring is the sum of three parts, none of which contains any training:
 
@@ -17,8 +18,8 @@ Some of this work follows the elapsed time and not the number of steps: the repo
 time, MLflow gets a request every five seconds, and trackio writes from time to time. On a busy machine, on which steps
 take long, the share of monitoring is therefore too large.
 
-The second row of a workload compares the total CPU time of the two runs. It contains all effects of monitoring, but also the noise of
-the training, which can be larger than the difference.
+The second row of a workload compares the total CPU time of the two runs. It contains all effects of monitoring, but
+also the noise of the training, which can be larger than the difference.
 
     python -m tests.benchmarks.monitoring
 """
@@ -254,7 +255,10 @@ class Run:
 
 
 def run_side(key: str, side: str, folder: Path) -> Run:
-    """Make a run of a workload in a new process and a new folder. Raises RuntimeError with the last line of the run's errors."""
+    """Make a run of a workload in a new process and a new folder.
+
+    Raises RuntimeError with the last line of the run's errors.
+    """
     folder.mkdir()
     own = Path(os.environ["TRACKERS_VENV"], "bin", "python") if "TRACKERS_VENV" in os.environ else sys.executable
     given = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "MLFLOW", "TRACKIO"))}
@@ -293,9 +297,7 @@ def medians(values: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(one[name] for one in values) for name in values[0]}
 
 
-def notes_of(
-    workload: Workload, pairs: list[tuple[Run, Run]], parts: dict[str, float], calls: dict[str, float]
-) -> str:
+def notes_of(workload: Workload, pairs: list[tuple[Run, Run]], parts: dict[str, float], calls: dict[str, float]) -> str:
     """Describe the runs, the CPU seconds of each part of monitoring, and the costs that do not grow with the run."""
     on = [one for one, _ in pairs]
     elapsed = statistics.median(one.between("warm", "last", "clock") for one in on) / workload.measured
