@@ -86,7 +86,7 @@ WORKLOADS = {
     "llm": Workload(
         "SmolLM2-135M",
         ("--config", str(ROOT / "examples" / "demo_llm" / "sums.yaml"), f"model.path={MODEL}",
-         "trainer.prompts_per_step=16", "trainer.prompts_per_minibatch=8"),
+         f"data.train={ROOT}/examples/demo_llm/sums.py:rows"),
         steps=6, warm_up=1, rounds=1, target="<= 0.02",
     ),
 }  # fmt: skip
