@@ -89,6 +89,14 @@ def texts():
     return {str(path.relative_to(ROOT)): path.read_text() for path in files}
 
 
+def test_the_top_level_folders_are_those_of_the_design():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if tracked.returncode:
+        pytest.skip("this is not a git checkout")
+    folders = {name.split("/")[0] for name in tracked.stdout.splitlines() if "/" in name}
+    assert folders == {".ci", "rltrain", "workers", "config", "tests", "docker", "examples", "docs"}
+
+
 @pytest.mark.slow
 def test_each_module_can_be_the_first_that_a_process_imports():
     names = [name_of(path) for path in SOURCES]

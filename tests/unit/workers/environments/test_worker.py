@@ -43,7 +43,7 @@ class Game:
 def test_the_process_of_an_environment_worker_imports_no_torch(tmp_path):
     (tmp_path / "small_game.py").write_text(GAME)
     done = subprocess.run(
-        [sys.executable, "-c", RUN], cwd=ROOT, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        [sys.executable, "-c", RUN], cwd=tmp_path, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

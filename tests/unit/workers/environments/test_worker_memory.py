@@ -36,7 +36,7 @@ def modest() -> int:
 def test_a_tool_that_allocates_too_much_gets_an_error_and_the_process_goes_on(tmp_path):
     (tmp_path / "greedy_tools.py").write_text(TOOLS)
     done = subprocess.run(
-        [sys.executable, "-c", RUN], cwd=ROOT, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        [sys.executable, "-c", RUN], cwd=tmp_path, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
