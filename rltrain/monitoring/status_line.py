@@ -16,8 +16,8 @@ _SHORTEST_LABEL = 8  # columns
 class StatusLine:
     """A line such as `step  37/120 ━━━━━───────────  reward 0.66  acc 66%  12 min left`, which fits its terminal.
 
-    If the terminal is too narrow, first the bar becomes shorter. Then parts of the state are left out, from the last to
-    the first. Then the bar is left out, the end of a long label, and at last the time. No number is ever cut.
+    If the terminal is too narrow, the bar becomes shorter first. Then parts of the state are left out, beginning with
+    the last. Next, the bar, the end of a long label and finally the time are left out. A number is never cut.
 
     Args:
         label: what is counted or waited for.
