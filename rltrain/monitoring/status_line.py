@@ -6,7 +6,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-_BARS = (16, 8)  # Widths of the bar in columns; the narrower bar is shown if the state does not fit beside the wider.
+_BARS = (16, 8)  # Widths of the bar in columns. The narrow bar is used if the state does not fit beside the wide bar.
 # The characters of the finished and of the other part of the bar.
 _UNICODE, _ASCII = ("━", "─"), ("=", "-")
 _GAP, _ELLIPSIS = "  ", "..."
