@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train several algorithms with the same task, seed and number of steps, and print a table of the results.
-#   examples/compare_algorithms.sh [KEY=VALUE ...]     ALGORITHMS="grpo ppo": which     OUT=DIR: output folder
+#   examples/compare_algorithms.sh [KEY=VALUE ...]     ALGORITHMS="grpo ppo": train these algorithms     OUT=DIR: output folder
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python)}

@@ -6,7 +6,7 @@ TASK, SETTINGS = "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, 
 
 
 def rows(split: str) -> Iterator[dict[str, str]]:
-    """Yield the problems and answers of the split that is named `train` or `val`.
+    """Yield the problems and answers of the split `train` or `val`.
 
     The problems are sums and differences of two digits. A problem for evaluation is never used for training.
     """

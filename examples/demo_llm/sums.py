@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 
 def rows(split: str) -> Iterator[dict[str, str]]:
-    """Yield the questions and answers of the split that is named `train` or `val`.
+    """Yield the questions and answers of the split `train` or `val`.
 
     Every fifth sum is for evaluation, and all other sums are for training.
     """

@@ -1,11 +1,11 @@
-"""Rewards of one's own: `prompt` and `response` are text, every other parameter is a column of the data by its name."""
+"""Two reward functions: rltrain passes `response` and `finish_reason`, and `largest` is a column of the data."""
 
 
 def right(response, largest, finish_reason):
-    """1 where the last character is the largest digit and the answer was finished, else 0."""
+    """Return 1 if the answer is finished and its last character is the largest digit, otherwise 0."""
     return float(finish_reason == "stop" and response[-1:] == str(largest))
 
 
 def length(response):
-    """Characters of the answer: with a small negative weight, of two right answers the shorter one is better."""
+    """Return the number of characters. A small negative weight makes the shorter of two right answers score higher."""
     return len(response)

@@ -1,10 +1,10 @@
-"""Rows from a function: sums that no file holds."""
+"""A data function, which generates its rows instead of reading them from a file."""
 
 import random
 
 
 def sums(split, seed):
-    """2,000 sums for training and 200 other ones for evaluation."""
+    """Yield 2,000 random sums for training, or 200 for evaluation."""
     draws = random.Random(f"{split}/{seed}")
     for _ in range(2000 if split == "train" else 200):
         a, b = draws.randrange(100), draws.randrange(100)

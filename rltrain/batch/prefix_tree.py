@@ -28,7 +28,7 @@ class Segment:
         length: number of tokens.
         depth: number of tokens of the segment's ancestors in the tree.
         parent: the segment that precedes this segment, or None if the segment starts its sequences.
-        prompt: length of the prompt of the sequence that brought the segment into the tree.
+        prompt: length of the prompt of the sequence with which the segment was inserted.
         children: the segments that follow this segment.
     """
 
@@ -57,12 +57,13 @@ class Segment:
 class Siblings:
     """The segments with the same parent, or the segments without a parent, in order of insertion.
 
-    The key of a segment is the bytes of its first tokens. A sequence can share the segment only if it has these tokens.
+    The key of a segment is the bytes of its first tokens. A sequence can share the segment only if it continues with
+    these tokens.
     """
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
-        self._places: dict[bytes, list[int]] = {}  # the places in the list of the segments with a key
+        self._places: dict[bytes, list[int]] = {}  # maps each key to the indices of its segments in the list
         self._sizes: set[int] = set()  # the different lengths of keys in bytes
 
     def put(self, place: int | None, key: bytes, segment: Segment) -> None:
@@ -78,7 +79,7 @@ class Siblings:
         self._sizes.add(len(key))
 
     def alike(self, tokens: bytes) -> Iterator[tuple[int, Segment]]:
-        """Yield the place and the segment of each key with which `tokens` (bytes of a sequence's next tokens) begin."""
+        """Yield (index, segment) for each key that is a prefix of `tokens`, the bytes of a sequence's next tokens."""
         for size in self._sizes:
             for place in self._places.get(tokens[:size], ()):
                 yield place, self._segments[place]
@@ -94,7 +95,7 @@ class PrefixTree:
     Each segment adds cost to the attention. Sequences therefore share a run of tokens only if it has at least `LEAST`
     tokens, is the rest of their prompt, is a whole segment of the tree, or is the whole rest of a sequence. A whole
     prompt is shared if it has at least `SHORTEST_PROMPT` tokens. Which tokens a sequence shares can depend on the
-    sequences inserted before it. With fewer of them, a sequence shares up to `LEAST` - 1 tokens fewer.
+    sequences inserted before it. If some of those are left out, the sequence shares up to `LEAST` - 1 tokens fewer.
 
     Args:
         ids: (N,) int64 tokens of all sequences.
@@ -145,7 +146,7 @@ class PrefixTree:
         return parent
 
     def _key(self, segment: Segment) -> bytes:
-        """Return a segment's key, the bytes of those first tokens that a sequence needs to share the segment."""
+        """Return a segment's key: the bytes of the first tokens that a sequence must have to share the segment."""
         rest, size = segment.prompt - segment.depth, min(LEAST, segment.length)
         if rest > 0 and segment.prompt >= SHORTEST_PROMPT:
             size = min(size, rest)
@@ -157,8 +158,8 @@ class PrefixTree:
         Args:
             segment: the segment with which the sequence may go on.
             first: index of the sequence's first token that is not in the tree yet.
-            length: number of tokens of the sequence from there on.
-            prompt: how many of them belong to the prompt, 0 or less if none does.
+            length: number of tokens of the sequence from `first` on.
+            prompt: number of these tokens that belong to the prompt; 0 or less if none does.
             depth: number of tokens of the sequence that are in the tree already.
         """
         most = min(segment.length, length)

@@ -19,11 +19,11 @@ from rltrain.batch.row_costs import KEYS
 class SharedStarts:
     """The numbers of tokens that rows of the same prompt group share at their starts.
 
-    In the order of the rows, rows that begin alike are neighbours. Rows at the places i < j share
-    min(tokens[i + 1 : j + 1]) tokens.
+    The rows are put into an order in which rows that begin alike are neighbours. The rows at the places i < j of this
+    order share min(tokens[i + 1 : j + 1]) tokens.
 
     Attributes:
-        place: (B,) place of each row in the order.
+        place: (B,) place of each row in this order.
         tokens: (B,) for each place, the number of tokens that the row shares with the row at the place before; 0 if the
             two rows belong to different prompt groups.
         work: (B,) for each place, the cost of computing these shared tokens.
@@ -53,7 +53,7 @@ class SharedStarts:
             work: (B,) cost of each row of the batch if it is computed alone.
         """
         tokens = keys = cost = 0
-        branches: list[int] = []  # numbers of shared tokens at the branches on the current row's path
+        branches: list[int] = []  # depths of the branch points on the path of the current row
         for row, shared, saved in self.ordered(rows):
             tokens += lengths[row] - shared
             cost += work[row] - saved
@@ -78,7 +78,7 @@ class Total(NamedTuple):
     """Size and cost of rows that are computed together.
 
     Attributes:
-        tokens: upper bound of the number of distinct tokens, because not all shared tokens are counted.
+        tokens: upper bound of the number of distinct tokens; some shared tokens are counted more than once.
         size: number of tokens that count for the limit of a micro-batch: the distinct tokens, or the number of keys
             divided by `KEYS`, whichever is larger.
         cost: cost of computing the rows.
@@ -130,7 +130,8 @@ def _same_prompts(batch: DataProto, rows: Tensor, others: Tensor) -> Tensor:
 def _in_tree(batch: DataProto, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows in the order of their prefix tree, and the number of tokens that each shares with the row before.
 
-    Each number is `LEAST` - 1 below the tree's, because rows can share that many tokens fewer if other rows are absent.
+    Each number is `LEAST` - 1 less than in this tree, because a tree without some of the rows can share that many
+    tokens fewer.
     """
     contexts = contexts_of(batch[rows])
     tree = PrefixTree(contexts.ids.numpy(), contexts.lengths.tolist(), contexts.prompts.tolist())

@@ -6,7 +6,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-_BARS = (16, 8)  # Widths of the bar in columns; the narrower bar is shown if the state does not fit beside the wider.
+_BARS = (16, 8)  # Widths of the bar in columns. The narrow bar is used if the state does not fit beside the wide bar.
 # The characters of the finished and of the other part of the bar.
 _UNICODE, _ASCII = ("━", "─"), ("=", "-")
 _GAP, _ELLIPSIS = "  ", "..."
@@ -16,8 +16,8 @@ _SHORTEST_LABEL = 8  # columns
 class StatusLine:
     """A line such as `step  37/120 ━━━━━───────────  reward 0.66  acc 66%  12 min left`, which fits its terminal.
 
-    If the terminal is too narrow, first the bar becomes shorter. Then parts of the state are left out, from the last to
-    the first. Then the bar is left out, the end of a long label, and at last the time. No number is ever cut.
+    If the terminal is too narrow, the bar becomes shorter first. Then parts of the state are left out, beginning with
+    the last. Next, the bar, the end of a long label and finally the time are left out. A number is never cut.
 
     Args:
         label: what is counted or waited for.

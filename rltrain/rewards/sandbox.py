@@ -188,7 +188,7 @@ def weakness(level: str) -> str:
     if level == "limits" or not (why := why_not_strong()):
         return ""
     if level == "required":
-        raise SandboxError(f"sandbox: the strong sandbox does not work on this machine: {why}")
+        raise SandboxError(f"sandbox: programs cannot be isolated on this machine: {why}")
     with _lock:
         _warned.append(why)
     return (

@@ -179,11 +179,11 @@ def check_prompt_count(config: Config, prompts: int) -> None:
 def sandbox_warning(config: Config) -> str:
     """Return a one-line warning about what model-written code could do on this machine.
 
-    Return "" if the strong sandbox works, if the config asks for the weak sandbox, or if no reward function runs
-    model-written code.
+    Return "" if programs can be isolated, if the config asks for a sandbox without isolation, or if no reward function
+    runs model-written code.
 
     Raises:
-        ConfigError: a reward function requires the strong sandbox, which does not work on this machine.
+        ConfigError: a reward function requires an isolated sandbox, but programs cannot be isolated on this machine.
     """
     for function in config.reward.functions:
         level = function.kwargs.get("sandbox", config.reward.sandbox)
@@ -195,7 +195,7 @@ def sandbox_warning(config: Config) -> str:
         except SandboxError as error:
             raise ConfigError(
                 f"reward.sandbox={level}: reward function '{function.name}': {error}; or use reward.sandbox=auto, "
-                "which accepts a weaker sandbox"
+                "which also runs programs without isolation"
             ) from None
         except (TypeError, ValueError):  # `check_columns` reports a function whose signature cannot be read.
             continue

@@ -445,7 +445,7 @@ function showOverview() {
   });
   $("#overview").append(
     table(["run", "steps", "reward", "held-out, sampled", "held-out, greedy", "answer length", "alarms"], rows),
-    el("p", { class: "faint" }, `Written ${data.written}. Held-out: the accuracy, or else the reward, of the first and the last evaluation.`));
+    el("p", { class: "faint" }, `Written ${data.written}. Held-out: the accuracy (or the reward, if the accuracy is unknown) of the first and the last evaluation.`));
 }
 
 function showNotes() {
@@ -483,7 +483,7 @@ function showConfig() {
 
 const COLORS = {
   advantage: { name: "advantage", about: "how much better the answer is than the baseline", kind: "signed" },
-  log_ratio: { name: "ratio, old / rollout", about: "exp(old_log_probs - rollout_log_probs): the actor before the update over the engine", kind: "signed", show: Math.exp, middle: "1" },
+  log_ratio: { name: "ratio, old / rollout", about: "exp(old_log_probs - rollout_log_probs): the token's probability under the actor before the update, divided by its probability under the engine", kind: "signed", show: Math.exp, middle: "1" },
   entropy: { name: "entropy", about: "entropy of the actor's distribution, nats", kind: "plain" },
   kl: { name: "KL, old − ref", about: "old_log_probs - ref_log_probs, nats", kind: "signed" },
   surprise: { name: "−log-prob", about: "minus the log-prob of the token under the engine when it was sampled, nats", kind: "plain" },
@@ -519,8 +519,8 @@ function showSamples() {
     return;
   }
   place.append(...data.runs.filter((run) => run.samples.shown < run.samples.total).map((run) => el("p", { class: "note" },
-    `${run.name}: the page holds ${whole(run.samples.shown)} of ${whole(run.samples.total)} samples, the first groups of ` +
-    `${several(run.samples.chunks.length, "step")}, to stay small. All samples are in the folder rollouts.`)));
+    `${run.name}: to save space, the page has only ${whole(run.samples.shown)} of ${whole(run.samples.total)} samples: ` +
+    `the first groups of ${several(run.samples.chunks.length, "step")}. All samples are in the folder rollouts.`)));
   const rounding = Math.max(...data.runs.map((run) => run.samples.rounding));
   place.append(el("p", { class: "faint" }, "Click or hover over a token to see its values. In a focused answer, the arrow keys move from token to token. " +
     `The page rounds values of tokens to ${Number((100 * rounding).toPrecision(1))}%; the exact values are in the folder rollouts.`));

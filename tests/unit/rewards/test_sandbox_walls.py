@@ -148,7 +148,7 @@ def test_required_is_refused_before_any_worker_where_only_the_weak_form_works(wi
     with pytest.raises(ConfigError) as caught:
         checks.check(config)
     assert str(caught.value).startswith(
-        "reward.sandbox=required: reward function 'code': sandbox: the strong sandbox does not work"
+        "reward.sandbox=required: reward function 'code': sandbox: programs cannot be isolated on this machine"
     )
     assert "bwrap is not installed; install bubblewrap; or use reward.sandbox=auto" in str(caught.value)
     assert "\n" not in str(caught.value)
