@@ -4,6 +4,7 @@ python -m tests.chaos --runs 120 --seed 0 --jobs 3
 python -m tests.chaos --only actor:update_actor:KILL driver:checkpoint:KILL
 python -m tests.chaos --asynchronous --runs 11
 python -m tests.chaos --conversations --runs 60
+python -m tests.chaos --conversations --asynchronous --runs 60
 """
 
 import argparse
@@ -15,7 +16,18 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from tests.chaos.runs import ASYNCHRONOUS, CONVERSATIONS, Outcome, run, start, usual
-from tests.chaos.strikes import PHASES, ROLES, START, draw, draw_in_conversations, is_strike, kinds, named
+from tests.chaos.strikes import (
+    GENERATE,
+    PHASES,
+    ROLES,
+    START,
+    Strike,
+    draw,
+    draw_in_conversations,
+    is_strike,
+    kinds,
+    named,
+)
 
 HEAD = ("role", "phase", "signal", "step", "detected after", "serving again after", "steps repeated", "run", "wrong")
 SUMMARY = (
@@ -49,15 +61,22 @@ def _typical(seconds: list[float | None]) -> str:
     return f"{statistics.median(known):.1f} s, {max(known):.1f} s" if known else "-"
 
 
+def drawn(arguments: argparse.Namespace) -> list[Strike]:
+    """Draw the faults of the kind of runs that the command line requests."""
+    if arguments.conversations:
+        phases = PHASES if arguments.asynchronous else (GENERATE,)
+        return draw_in_conversations(arguments.runs, seed=arguments.seed, phases=phases)
+    return draw(arguments.runs, seed=arguments.seed)
+
+
 def main() -> int:
     """Do a training run for each fault that the command line requests, and print the tables of results."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--runs", type=int, default=len(kinds()))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[], metavar="ROLE:PHASE:SIGNAL")
-    variants = parser.add_mutually_exclusive_group()
-    variants.add_argument("--asynchronous", action="store_true", help="generate answers while the actor trains")
-    variants.add_argument("--conversations", action="store_true", help="make each answer a conversation")
+    parser.add_argument("--asynchronous", action="store_true", help="generate answers while the actor trains")
+    parser.add_argument("--conversations", action="store_true", help="make each answer a conversation")
     parser.add_argument("--jobs", type=int, default=1, help="number of runs at a time; a run uses less than one core")
     parser.add_argument("--out", type=Path, help="folder for the runs; by default, a temporary folder")
     arguments = parser.parse_args()
@@ -66,9 +85,8 @@ def main() -> int:
             f"{wrong[0]}: not ROLE:PHASE:SIGNAL with a role of {', '.join(ROLES)}, a phase of {', '.join(PHASES)}, "
             f"and KILL or STOP (the driver: KILL or HUP, Ray's daemons: KILL); or driver:{START}:KILL"
         )
-    drawn = draw_in_conversations if arguments.conversations else draw
-    strikes = named(arguments.only) if arguments.only else drawn(arguments.runs, seed=arguments.seed)
-    overrides = ASYNCHRONOUS if arguments.asynchronous else CONVERSATIONS if arguments.conversations else []
+    strikes = named(arguments.only) if arguments.only else drawn(arguments)
+    overrides = [*ASYNCHRONOUS * arguments.asynchronous, *CONVERSATIONS * arguments.conversations]
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="rltrain-chaos-") as temporary:
         folder = arguments.out or Path(temporary)

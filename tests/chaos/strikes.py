@@ -16,8 +16,9 @@ ROLES = (*WORKERS, "driver", *DAEMONS)
 # Roles whose processes hold unfinished conversations. Only runs with conversations have the role "environment".
 CONVERSING = ("environment", "rollout", "driver")
 START = "start"  # Name for the time before the first training step.
+GENERATE = "generate"
 PHASES = (
-    "generate", "ref_log_probs", "old_log_probs", "values", "rewards", "advantages", "update_critic", "update_actor",
+    GENERATE, "ref_log_probs", "old_log_probs", "values", "rewards", "advantages", "update_critic", "update_actor",
     "sync_weights", "checkpoint", "evaluate",
 )  # fmt: skip
 SIGNALS = {"driver": ("KILL", "HUP")} | dict.fromkeys(DAEMONS, ("KILL",))  # Workers get KILL and STOP.
@@ -102,17 +103,25 @@ def draw(count: int, *, seed: int) -> list[Strike]:
     return strikes
 
 
-def draw_in_conversations(count: int, *, seed: int) -> list[Strike]:
+def draw_in_conversations(count: int, *, seed: int, phases: Sequence[str] = (GENERATE,)) -> list[Strike]:
     """Draw `count` strikes on the processes that hold unfinished conversations, in turn.
 
-    The strikes are drawn evenly from the whole phase `generate`, so that they come in every turn of a conversation.
+    The strikes are drawn evenly from whole phases, so that they come in every turn of a conversation.
+
+    Args:
+        count: Number of strikes.
+        seed: Seed of the draws.
+        phases: Phases in which the run has unfinished conversations. A run whose engines generate while the actor
+            trains has unfinished conversations in all phases.
     """
     strikes = []
     for number in range(count):
         random_of, role = random.Random(f"{seed}/conversations/{number}"), CONVERSING[number % len(CONVERSING)]
         kind = "STOP" if role != "driver" and random_of.random() < 1 / 3 else "KILL"
         share, replicas = random_of.random(), 2 if random_of.random() < 0.25 else 1
-        strikes.append(Strike(role, "generate", kind, random_of.randrange(STEPS), share, replicas, number))
+        step, phase = random_of.randrange(STEPS), random_of.choice(phases)
+        step = step if phase == GENERATE else _step(phase, max(step, 1))
+        strikes.append(Strike(role, phase, kind, step, share, replicas, number))
     return strikes
 
 

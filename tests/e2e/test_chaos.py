@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from tests.chaos.runs import ASYNCHRONOUS, run, start, usual
+from tests.chaos.runs import ASYNCHRONOUS, CONVERSATIONS, run, start, usual
 from tests.chaos.strikes import named
 
 STRIKES = named(["gcs_server:update_actor:KILL", "reference:ref_log_probs:STOP", "reference:generate:KILL"])
@@ -53,3 +53,14 @@ def test_F4_a_training_rank_that_dies_in_a_weight_sync_while_answers_are_under_w
     outcome = run(strike, tmp_path / "struck", undisturbed, {}, *ASYNCHRONOUS)
     assert not outcome.wrong
     assert outcome.detected_s is not None, "the run did not report the failure"
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("strike", named(["environment:update_actor:KILL", "rollout:sync_weights:KILL"]), ids=lambda one: one.name)
+def test_T5_conversations_that_go_on_during_training_survive_the_death_of_their_processes(
+    strike, undisturbed, tmp_path
+):
+    outcome = run(strike, tmp_path / "struck", undisturbed, {}, *ASYNCHRONOUS, *CONVERSATIONS)
+    assert not outcome.wrong
+    assert outcome.detected_s is not None, "the run did not report the failure"
+    assert outcome.repeated == 0

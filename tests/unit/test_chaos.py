@@ -11,6 +11,7 @@ import pytest
 from tests.chaos.driver import Watcher
 from tests.chaos.runs import Outcome, measure, unnamed
 from tests.chaos.strikes import (
+    CONVERSING,
     DAEMONS,
     PHASES,
     ROLES,
@@ -43,6 +44,14 @@ def test_strikes_in_conversations_come_in_turn_and_at_any_moment_of_generation()
     assert {strike.phase for strike in strikes} == {"generate"}
     assert {int(strike.share * 5) for strike in strikes} == set(range(5))
     assert all(is_strike(f"{strike.role}:{strike.phase}:{strike.signal}") for strike in strikes)
+
+
+def test_strikes_in_conversations_that_go_on_during_training_come_in_every_phase():
+    strikes = draw_in_conversations(120, seed=0, phases=PHASES)
+    assert {(strike.role, strike.phase) for strike in strikes} == {(role, p) for role in CONVERSING for p in PHASES}
+    # Only some steps have an evaluation, and the first checkpoint is that of step 1.
+    assert {strike.step for strike in strikes if strike.phase == "evaluate"} == {2}
+    assert {strike.step for strike in strikes if strike.phase == "checkpoint"} == {1, 2, 3}
 
 
 @pytest.mark.parametrize(
