@@ -15,12 +15,21 @@ DAEMONS = ("gcs_server", "raylet")  # Names of the daemon processes of Ray.
 ROLES = (*WORKERS, "driver", *DAEMONS)
 # Roles whose processes hold unfinished conversations. Only runs with conversations have the role "environment".
 CONVERSING = ("environment", "rollout", "driver")
+# Roles of runs with distillation. Unless the signal is for the teacher, the actor's process also holds the teacher.
+DISTILLING = ("teacher", "actor", "driver")
+EVERY_ROLE = tuple(dict.fromkeys((*ROLES, *CONVERSING, *DISTILLING)))
 START = "start"  # Name for the time before the first training step.
 GENERATE = "generate"
 PHASES = (
     GENERATE, "ref_log_probs", "old_log_probs", "values", "rewards", "advantages", "update_critic", "update_actor",
     "sync_weights", "checkpoint", "evaluate",
 )  # fmt: skip
+# Phases of a run with distillation, which has neither a critic nor a reference model.
+DISTILLATION_PHASES = (
+    GENERATE, "teacher_log_probs", "old_log_probs", "rewards", "advantages", "update_actor", "sync_weights",
+    "checkpoint", "evaluate",
+)  # fmt: skip
+EVERY_PHASE = tuple(dict.fromkeys((*PHASES, *DISTILLATION_PHASES)))
 SIGNALS = {"driver": ("KILL", "HUP")} | dict.fromkeys(DAEMONS, ("KILL",))  # Workers get KILL and STOP.
 STARTS = 10  # Number of times that the driver is killed during start-up, per cycle through all kinds of strike.
 
@@ -82,12 +91,18 @@ def kinds() -> list[tuple[str, str, str]]:
     return found + [("driver", START, "KILL")] * STARTS
 
 
-def draw(count: int, *, seed: int) -> list[Strike]:
+def distillation_kinds() -> list[tuple[str, str, str]]:
+    """Return the (role, phase, signal) of all kinds of strike on a run with distillation, in the form of `kinds`."""
+    return [(role, phase, "KILL" if role == "driver" else "") for role in DISTILLING for phase in DISTILLATION_PHASES]
+
+
+def draw(count: int, *, seed: int, of: Sequence[tuple[str, str, str]] = ()) -> list[Strike]:
     """Draw `count` strikes in random order.
 
-    Every kind of strike is drawn once before any kind is drawn again.
+    Every kind of strike is drawn once before any kind is drawn again. The kinds are those in `of`, in the form of
+    `kinds`. If `of` is empty, the kinds are all that `kinds` returns.
     """
-    every = kinds()
+    every = list(of or kinds())
     random.Random(str(seed)).shuffle(every)
     strikes = []
     for number in range(count):
@@ -137,11 +152,11 @@ def _step(phase: str, otherwise: int) -> int:
 def is_strike(text: str) -> bool:
     """Return whether a text is "role:phase:signal" with an existing role, phase and signal."""
     role, phase, signal = (*text.split(":"), "", "")[:3]
-    if text.count(":") != 2 or role not in (*ROLES, *CONVERSING):
+    if text.count(":") != 2 or role not in EVERY_ROLE:
         return False
     if phase == START:
         return (role, signal) == ("driver", "KILL")
-    return phase in PHASES and signal in SIGNALS.get(role, ("KILL", "STOP"))
+    return phase in EVERY_PHASE and signal in SIGNALS.get(role, ("KILL", "STOP"))
 
 
 def named(texts: Sequence[str]) -> list[Strike]:
