@@ -445,7 +445,8 @@ def environments_of(
         return None
     from rltrain.run.environments import environments_for
 
-    return environments_for(config.rollout, tokenizer, stop_ids, prompts, turns_folder(config.trainer))
+    journal, deterministic = turns_folder(config.trainer), config.trainer.deterministic
+    return environments_for(config.rollout, tokenizer, stop_ids, prompts, journal, deterministic=deterministic)
 
 
 def collector_of(config: Config, workers: "Workers", prompts: PromptSet, tasks: BackgroundTasks) -> "Collector":

@@ -12,7 +12,7 @@ def limits(**changed):
     """Return limits of a trajectory, with the given changes."""
     values = {
         "max_turns": 8, "max_prompt_tokens": 50, "max_response_tokens": 100, "max_turn_tokens": 10,
-        "max_message_tokens": 20, "call_timeout_s": 5.0, "timeout_s": 60.0,
+        "max_message_tokens": 20, "call_timeout_s": 5.0, "timeout_s": 60.0, "max_parallel_turns": 8,
     }  # fmt: skip
     return Limits(**(values | changed))
 

@@ -26,11 +26,23 @@ AUTO = "auto"
 
 
 def environments_for(
-    config: RolloutConfig, tokenizer: Any, stop_ids: Sequence[int], prompts: Sequence[PromptSet], journal: Path
+    config: RolloutConfig,
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    prompts: Sequence[PromptSet],
+    journal: Path,
+    *,
+    deterministic: bool,
 ) -> Environments:
     """Load and check the environment and the tools of a run.
 
-    `journal` is the folder in which environment workers record the turns of unfinished trajectories.
+    Args:
+        config: section of the config with the environment and the tools.
+        tokenizer: tokenizer of the model.
+        stop_ids: token ids that end an answer.
+        prompts: data sets of the run.
+        journal: folder in which environment workers record the turns of unfinished trajectories.
+        deterministic: whether the answers must be the same in every run with the same seed.
 
     Raises:
         ConfigError: the environment or a tool cannot be loaded, or the chat template cannot describe the tools to the
@@ -45,7 +57,8 @@ def environments_for(
     check_environment_columns(config, prompts)
     if schemas:
         check_prompt_lengths(config, schemas, tokenizer, stop_ids, prompts)
-    return Environments(source, turns, limits_of(config), config.environment_memory_mb, journal)
+    limits = limits_of(config, deterministic=deterministic)
+    return Environments(source, turns, limits, config.environment_memory_mb, journal)
 
 
 def tools_of_run(config: RolloutConfig) -> tuple[EnvironmentSource, list[dict[str, Any]]]:
@@ -172,8 +185,12 @@ def turn_format(
     return TurnFormat(schemas, chosen)
 
 
-def limits_of(config: RolloutConfig) -> Limits:
-    """Return the limits on the turns, the tokens and the time of each trajectory."""
+def limits_of(config: RolloutConfig, *, deterministic: bool) -> Limits:
+    """Return the limits on the turns, the tokens and the time of each trajectory.
+
+    In a deterministic run, the requests of an agent program are answered one after another, because the order in which
+    answers end depends on the speed of the engine.
+    """
     return Limits(
         max_turns=config.max_turns,
         max_prompt_tokens=config.max_prompt_length,
@@ -182,6 +199,7 @@ def limits_of(config: RolloutConfig) -> Limits:
         max_message_tokens=config.max_message_length,
         call_timeout_s=config.call_timeout_s,
         timeout_s=config.trajectory_timeout_s,
+        max_parallel_turns=1 if deterministic else config.max_turns,
     )
 
 

@@ -16,11 +16,14 @@ import string
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow.parquet as pq
+from pyarrow import Table
 
 from tests.benchmarks.row import Row
 from tests.chat_model import chat_config, chat_tokenizer
@@ -115,19 +118,54 @@ class Measured:
     driver_s: float
 
 
+def question(number: int) -> str:
+    """Return the text of a prompt."""
+    return f"question {number}: " + "a word or two " * 10
+
+
+def write_files(folder: Path, programs: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Save the model, the users' programs, the reward function and the rows of data of a run."""
+    save_model(folder / "model")
+    (folder / "programs.py").write_text(programs)
+    (folder / "reward.py").write_text("def nothing(response):\n    return len(response) % 2\n")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def train_command(folder: Path, output: Path, *settings: str, prompts: int = PROMPTS, steps: int = STEPS) -> list[str]:
+    """Return the command of a run with the files in `folder`, which generates all answers of a step at the same time.
+
+    In `settings`, `{file}` stands for the path of the file with the users' programs.
+    """
+    return [
+        sys.executable, "-m", "rltrain.main", *[setting.format(file=folder / "programs.py") for setting in settings],
+        f"model.path={folder}/model", f"data.train={folder}/rows.jsonl", "data.val=null", "actor.lr=1e-9",
+        f"reward.functions=[{folder}/reward.py:nothing]", "rollout.max_prompt_length=400",
+        "rollout.max_response_length=3000", f"rollout.samples_per_prompt={SAMPLES}",
+        f"rollout.max_concurrent_sequences={prompts * SAMPLES}", f"trainer.prompts_per_step={prompts}",
+        f"trainer.prompts_per_minibatch={prompts}", f"trainer.total_steps={steps}",
+        "actor.max_tokens_per_microbatch=32768", f"trainer.output_dir={output}", "rollout.vllm.kv_cache_mb=1024",
+        "trainer.save_every=0",
+    ]  # fmt: skip
+
+
+def steps_after_warm_up(output: Path) -> tuple[list[dict[str, Any]], list[Table]]:
+    """Return the metrics and the samples of each step of a run after the warm-up."""
+    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    tables = [pq.read_table(file) for file in sorted((output / "rollouts").glob("*.parquet"))]
+    return steps[WARM_UP:], tables[WARM_UP:]
+
+
+def speed_of(output: Path) -> float:
+    """Return the number of sampled tokens per second in the phase `generate` of a run's steps after the warm-up."""
+    steps, tables = steps_after_warm_up(output)
+    tokens = sum(sum(mask) for table in tables for mask in table["response_mask"].to_pylist())
+    return float(tokens / sum(step["timing/generate"] for step in steps))
+
+
 def measure(kind: str, wait_s: float, folder: Path) -> Measured:
     """Do one run, and measure the steps after the warm-up."""
     output = folder / f"{kind.split()[1]}-{wait_s:g}"
-    command = [
-        sys.executable, "-m", "rltrain.main", *[setting.format(file=folder / "programs.py") for setting in KINDS[kind]],
-        f"model.path={folder}/model", f"data.train={folder}/rows.jsonl", "data.val=null", "actor.lr=1e-9",
-        f"reward.functions=[{folder}/reward.py:nothing]", "rollout.max_prompt_length=400",
-        "rollout.max_response_length=3000", f"rollout.max_turns={TURNS}",
-        f"rollout.samples_per_prompt={SAMPLES}", f"rollout.max_concurrent_sequences={PROMPTS * SAMPLES}",
-        f"trainer.prompts_per_step={PROMPTS}", f"trainer.prompts_per_minibatch={PROMPTS}",
-        f"trainer.total_steps={STEPS}", "actor.max_tokens_per_microbatch=32768", f"trainer.output_dir={output}",
-        "rollout.vllm.kv_cache_mb=1024", "trainer.save_every=0",
-    ]  # fmt: skip
+    command = train_command(folder, output, *KINDS[kind], f"rollout.max_turns={TURNS}")
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"WAIT_S": str(wait_s), "OMP_NUM_THREADS": "1"})
     driver, spent, metrics = psutil.Process(process.pid), list[float](), output / "metrics.jsonl"
     while process.poll() is None:
@@ -144,24 +182,17 @@ def measure(kind: str, wait_s: float, folder: Path) -> Measured:
             continue
     if process.wait():
         raise RuntimeError(f"the run with {kind} ended with exit status {process.returncode}")
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    tables = [pq.read_table(file) for file in sorted((output / "rollouts").glob("*.parquet"))][WARM_UP:]
-    tokens = sum(sum(mask) for table in tables for mask in table["response_mask"].to_pylist())
+    _, tables = steps_after_warm_up(output)
     turns = sum(sum(table["turns"].to_pylist()) for table in tables)
-    seconds = sum(step["timing/generate"] for step in steps[WARM_UP:])
     rows = sum(table.num_rows for table in tables)
-    return Measured(tokens / seconds, turns / rows, (spent[-1] - spent[WARM_UP - 1]) / turns)
+    return Measured(speed_of(output), turns / rows, (spent[-1] - spent[WARM_UP - 1]) / turns)
 
 
 def run() -> list[Row]:
     """Return two rows for each way to write a slow tool: the speed of generation, and the driver's work for a turn."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_model(folder / "model")
-        (folder / "programs.py").write_text(PROGRAMS)
-        (folder / "reward.py").write_text("def nothing(response):\n    return len(response) % 2\n")
-        prompts = [{"prompt": f"question {number}: " + "a word or two " * 10} for number in range(PROMPTS)]
-        (folder / "rows.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+        write_files(folder, PROGRAMS, ({"prompt": question(number)} for number in range(PROMPTS)))
         found = {kind: (measure(kind, 1.0, folder), measure(kind, 0.0, folder)) for kind in KINDS}
     rows = []
     command = "python -m tests.benchmarks.slow_tools"

@@ -25,17 +25,20 @@ LEFT_S = 10.0  # Maximum seconds until a run's processes and files disappear aft
 ENDS_S = 60.0  # Maximum seconds until a run that lost a daemon of Ray ends. An idle machine needs 6 s.
 PROMPTS = 8  # Number of prompts per training step.
 JOB = [
-    "algorithm=ppo", "algorithm.kl_loss.kl_loss_coef=0.01", "rollout=hf", "trainer.deterministic=true",
+    "rollout=hf", "trainer.deterministic=true",
     f"trainer.total_steps={STEPS}", f"trainer.prompts_per_step={PROMPTS}", "trainer.prompts_per_minibatch=4",
     "trainer.save_every=1", "trainer.eval_every=2", "trainer.sample_every=0", "trainer.hang_timeout_s=20",
     "data.val_size=8", "placement.threads_per_worker=1",
 ]  # fmt: skip
+ALGORITHM = "algorithm="
+# The algorithm of all runs whose overrides choose no algorithm: PPO with a critic and a reference model.
+PPO = [f"{ALGORITHM}ppo", "algorithm.kl_loss.kl_loss_coef=0.01"]
 # These overrides make the engines slower than the actor, so that answers are being generated in every phase.
 ASYNCHRONOUS = ["trainer.deterministic=false", "trainer.max_staleness=1", "rollout.max_concurrent_sequences=2"]
 # These overrides make each answer a conversation with an environment worker, over up to five turns.
 CONVERSATIONS = ["data=higher_lower", "placement.environment_workers=2"]
 # Roles that share the actor's process, unless the test sends a signal to the role's process.
-OWN_PROCESSES = ("critic", "reference")
+OWN_PROCESSES = ("critic", "reference", "teacher")
 
 
 @dataclass
@@ -99,9 +102,20 @@ def run(strike: Strike, folder: Path, undisturbed: Path, usual_s: dict[str, floa
         outcome.wrong += again.left
     outcome.seconds = time.monotonic() - began
     if not outcome.wrong:
-        outcome.wrong += compare(folder / "out", undisturbed / "out", exact=list(overrides) != ASYNCHRONOUS)
+        outcome.wrong += compare(folder / "out", undisturbed / "out", exact=not set(ASYNCHRONOUS) <= {*overrides})
     measure(outcome, folder / "events.jsonl")
     return outcome
+
+
+def distillation(folder: Path) -> list[str]:
+    """Save a random teacher in `folder`, and return the overrides of runs that learn from this teacher.
+
+    The runs add the exact KL to the loss, so the actor has a copy of the teacher's output head.
+    """
+    from tests.made_teachers import make_teacher
+
+    teacher = make_teacher(folder / "teacher", width=32, seed=1)
+    return [f"{ALGORITHM}distill", f"algorithm.distillation.teachers=['{teacher}']"]
 
 
 def start(folder: Path, strike: Strike | None, usual_s: dict[str, float], *overrides: str) -> Life:
@@ -115,6 +129,8 @@ def start(folder: Path, strike: Strike | None, usual_s: dict[str, float], *overr
     apart = strike is not None and strike.role in OWN_PROCESSES
     words = [f"trainer.output_dir={output}", f"placement.share_ranks={'false' if apart else 'true'}"]
     words.append(f"placement.rollout_replicas={strike.replicas if strike else 1}")
+    if not any(override.startswith(ALGORITHM) for override in overrides):
+        words += PPO
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     with _adopting_orphans() as before, (folder / "log.txt").open("a") as log:
         files = list(SHARED.iterdir())

@@ -15,11 +15,21 @@ DAEMONS = ("gcs_server", "raylet")  # Names of the daemon processes of Ray.
 ROLES = (*WORKERS, "driver", *DAEMONS)
 # Roles whose processes hold unfinished conversations. Only runs with conversations have the role "environment".
 CONVERSING = ("environment", "rollout", "driver")
+# Roles of runs with distillation. Unless the signal is for the teacher, the actor's process also holds the teacher.
+DISTILLING = ("teacher", "actor", "driver")
+EVERY_ROLE = tuple(dict.fromkeys((*ROLES, *CONVERSING, *DISTILLING)))
 START = "start"  # Name for the time before the first training step.
+GENERATE = "generate"
 PHASES = (
-    "generate", "ref_log_probs", "old_log_probs", "values", "rewards", "advantages", "update_critic", "update_actor",
+    GENERATE, "ref_log_probs", "old_log_probs", "values", "rewards", "advantages", "update_critic", "update_actor",
     "sync_weights", "checkpoint", "evaluate",
 )  # fmt: skip
+# Phases of a run with distillation, which has neither a critic nor a reference model.
+DISTILLATION_PHASES = (
+    GENERATE, "teacher_log_probs", "old_log_probs", "rewards", "advantages", "update_actor", "sync_weights",
+    "checkpoint", "evaluate",
+)  # fmt: skip
+EVERY_PHASE = tuple(dict.fromkeys((*PHASES, *DISTILLATION_PHASES)))
 SIGNALS = {"driver": ("KILL", "HUP")} | dict.fromkeys(DAEMONS, ("KILL",))  # Workers get KILL and STOP.
 STARTS = 10  # Number of times that the driver is killed during start-up, per cycle through all kinds of strike.
 
@@ -81,12 +91,18 @@ def kinds() -> list[tuple[str, str, str]]:
     return found + [("driver", START, "KILL")] * STARTS
 
 
-def draw(count: int, *, seed: int) -> list[Strike]:
+def distillation_kinds() -> list[tuple[str, str, str]]:
+    """Return the (role, phase, signal) of all kinds of strike on a run with distillation, in the form of `kinds`."""
+    return [(role, phase, "KILL" if role == "driver" else "") for role in DISTILLING for phase in DISTILLATION_PHASES]
+
+
+def draw(count: int, *, seed: int, of: Sequence[tuple[str, str, str]] = ()) -> list[Strike]:
     """Draw `count` strikes in random order.
 
-    Every kind of strike is drawn once before any kind is drawn again.
+    Every kind of strike is drawn once before any kind is drawn again. The kinds are those in `of`, in the form of
+    `kinds`. If `of` is empty, the kinds are all that `kinds` returns.
     """
-    every = kinds()
+    every = list(of or kinds())
     random.Random(str(seed)).shuffle(every)
     strikes = []
     for number in range(count):
@@ -102,17 +118,25 @@ def draw(count: int, *, seed: int) -> list[Strike]:
     return strikes
 
 
-def draw_in_conversations(count: int, *, seed: int) -> list[Strike]:
+def draw_in_conversations(count: int, *, seed: int, phases: Sequence[str] = (GENERATE,)) -> list[Strike]:
     """Draw `count` strikes on the processes that hold unfinished conversations, in turn.
 
-    The strikes are drawn evenly from the whole phase `generate`, so that they come in every turn of a conversation.
+    The strikes are drawn evenly from whole phases, so that they come in every turn of a conversation.
+
+    Args:
+        count: Number of strikes.
+        seed: Seed of the draws.
+        phases: Phases in which the run has unfinished conversations. A run whose engines generate while the actor
+            trains has unfinished conversations in all phases.
     """
     strikes = []
     for number in range(count):
         random_of, role = random.Random(f"{seed}/conversations/{number}"), CONVERSING[number % len(CONVERSING)]
         kind = "STOP" if role != "driver" and random_of.random() < 1 / 3 else "KILL"
         share, replicas = random_of.random(), 2 if random_of.random() < 0.25 else 1
-        strikes.append(Strike(role, "generate", kind, random_of.randrange(STEPS), share, replicas, number))
+        step, phase = random_of.randrange(STEPS), random_of.choice(phases)
+        step = step if phase == GENERATE else _step(phase, max(step, 1))
+        strikes.append(Strike(role, phase, kind, step, share, replicas, number))
     return strikes
 
 
@@ -128,11 +152,11 @@ def _step(phase: str, otherwise: int) -> int:
 def is_strike(text: str) -> bool:
     """Return whether a text is "role:phase:signal" with an existing role, phase and signal."""
     role, phase, signal = (*text.split(":"), "", "")[:3]
-    if text.count(":") != 2 or role not in (*ROLES, *CONVERSING):
+    if text.count(":") != 2 or role not in EVERY_ROLE:
         return False
     if phase == START:
         return (role, signal) == ("driver", "KILL")
-    return phase in PHASES and signal in SIGNALS.get(role, ("KILL", "STOP"))
+    return phase in EVERY_PHASE and signal in SIGNALS.get(role, ("KILL", "STOP"))
 
 
 def named(texts: Sequence[str]) -> list[Strike]:

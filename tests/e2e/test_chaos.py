@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from tests.chaos.runs import ASYNCHRONOUS, run, start, usual
+from tests.chaos.runs import ASYNCHRONOUS, CONVERSATIONS, distillation, run, start, usual
 from tests.chaos.strikes import named
 
 STRIKES = named(["gcs_server:update_actor:KILL", "reference:ref_log_probs:STOP", "reference:generate:KILL"])
@@ -53,3 +53,24 @@ def test_F4_a_training_rank_that_dies_in_a_weight_sync_while_answers_are_under_w
     outcome = run(strike, tmp_path / "struck", undisturbed, {}, *ASYNCHRONOUS)
     assert not outcome.wrong
     assert outcome.detected_s is not None, "the run did not report the failure"
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("name", ["environment:update_actor:KILL", "rollout:sync_weights:KILL"])
+def test_T5_conversations_that_go_on_during_training_survive_the_death_of_their_processes(name, undisturbed, tmp_path):
+    (strike,) = named([name])
+    outcome = run(strike, tmp_path / "struck", undisturbed, {}, *ASYNCHRONOUS, *CONVERSATIONS)
+    assert not outcome.wrong
+    assert outcome.detected_s is not None, "the run did not report the failure"
+    assert outcome.repeated == 0
+
+
+@pytest.mark.broad
+def test_F4_a_run_whose_teacher_or_driver_dies_ends_as_an_undisturbed_one(tmp_path):
+    overrides = distillation(tmp_path)
+    undisturbed = tmp_path / "undisturbed"
+    assert start(undisturbed, None, {}, *overrides).status == 0
+    for strike in named(["teacher:teacher_log_probs:KILL", "driver:update_actor:KILL"]):
+        outcome = run(strike, tmp_path / strike.name, undisturbed, usual(undisturbed), *overrides)
+        assert not outcome.wrong
+        assert outcome.detected_s is not None, "the run did not report the failure"

@@ -9,13 +9,18 @@ from collections import Counter
 import pytest
 
 from tests.chaos.driver import Watcher
+from tests.chaos.processes import victim
 from tests.chaos.runs import Outcome, measure, unnamed
 from tests.chaos.strikes import (
+    CONVERSING,
     DAEMONS,
+    DISTILLATION_PHASES,
+    DISTILLING,
     PHASES,
     ROLES,
     START,
     STARTS,
+    distillation_kinds,
     draw,
     draw_in_conversations,
     is_strike,
@@ -43,6 +48,30 @@ def test_strikes_in_conversations_come_in_turn_and_at_any_moment_of_generation()
     assert {strike.phase for strike in strikes} == {"generate"}
     assert {int(strike.share * 5) for strike in strikes} == set(range(5))
     assert all(is_strike(f"{strike.role}:{strike.phase}:{strike.signal}") for strike in strikes)
+
+
+def test_strikes_in_conversations_that_go_on_during_training_come_in_every_phase():
+    strikes = draw_in_conversations(120, seed=0, phases=PHASES)
+    assert {(strike.role, strike.phase) for strike in strikes} == {(role, p) for role in CONVERSING for p in PHASES}
+    # Only some steps have an evaluation, and the first checkpoint is that of step 1.
+    assert {strike.step for strike in strikes if strike.phase == "evaluate"} == {2}
+    assert {strike.step for strike in strikes if strike.phase == "checkpoint"} == {1, 2, 3}
+
+
+def test_strikes_on_runs_with_a_teacher_cover_each_role_in_each_phase():
+    strikes = draw(len(distillation_kinds()), seed=0, of=distillation_kinds())
+    expected = {(role, phase) for role in DISTILLING for phase in DISTILLATION_PHASES}
+    assert {(strike.role, strike.phase) for strike in strikes} == expected
+    assert all(is_strike(f"{strike.role}:{strike.phase}:{strike.signal}") for strike in strikes)
+
+
+@pytest.mark.parametrize(
+    ("own", "pid"), [({"teacher": 7, "teacher tiny rank 0": 2}, 2), ({"teacher tiny rank 1": 2}, 1)]
+)
+def test_the_victim_of_a_strike_on_a_teacher_is_its_first_rank_or_the_rank_that_holds_all_roles(own, pid, tmp_path):
+    table = {"training rank 0": 1, "actor rank 0": 3, **own}
+    (tmp_path / "processes.json").write_text(json.dumps({name: {"pid": number} for name, number in table.items()}))
+    assert victim("teacher", tmp_path) == pid
 
 
 @pytest.mark.parametrize(

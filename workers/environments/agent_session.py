@@ -1,9 +1,11 @@
 """The conversation of one agent program with the policy."""
 
 import asyncio
+import contextlib
+import itertools
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ from rltrain.environments.tool_calls import BrokenCall, ParsedAction
 from workers.environments.episode import Sampler, assistant_message
 from workers.environments.messages import EpisodeRequest, Limits
 from workers.environments.recording import Recording
-from workers.rollout.turns import TurnResult
+from workers.rollout.turns import TurnRequest, TurnResult
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,12 @@ class AgentSession:
     context starts a new context. For example, the first request of a sub-agent starts a new context, and so does a
     request for which the program has shortened the conversation. A request that is equal to an earlier request gets the
     recorded answer again, because HTTP clients repeat requests after errors. Because repeated requests get recorded
-    answers, each answer is sampled and trained on only once. Requests that arrive at the same time are answered one
-    after another.
+    answers, each answer is sampled and trained on only once.
+
+    Up to `Limits.max_parallel_turns` requests are answered at the same time, and the turns are recorded in the order in
+    which their answers end. The first request is answered alone, because its messages are the prompt of the trajectory.
+    If an answer no longer fits into the trajectory when it ends, because other answers were recorded meanwhile, it is
+    sampled again with less room, from the same random stream.
 
     Args:
         request: The prompt, the data columns and the seed of the trajectory.
@@ -57,8 +63,8 @@ class AgentSession:
     Attributes:
         key: API key of the session.
         record: The recorded turns.
-        stop_reason: Name of the limit that a refused request exceeded; "" if no request has exceeded a limit since the
-            last answer.
+        stop_reason: Name of the limit that a refused request exceeded; "" if no request has exceeded a limit, or if a
+            request that arrived after the refusal was answered.
         refusal: Error message of the last refused request.
         reward: Reward that the program has sent for the whole conversation; None if the program has sent no reward for
             the whole conversation.
@@ -74,8 +80,12 @@ class AgentSession:
         self.reward: float | None = None
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls: set[asyncio.Task[Any]] = set()
-        self._answering = asyncio.Lock()
+        self._places = asyncio.Semaphore(1)  # Further places are added when the first request has been answered.
         self._answered: list[Answered] = []  # The answered requests of all turns, in the order of the turns.
+        # Requests whose answers are being sampled, by the number of the turn, each with an event for its end.
+        self._open: dict[int, tuple[ModelRequest, asyncio.Event]] = {}
+        self._numbers: set[int] = set()  # The numbers of all answered turns.
+        self._refusals = 0  # Number of requests that were refused because of a limit.
 
     async def answer(self, asked: ModelRequest) -> ModelAnswer:
         """Sample the answer to a request, or return the recorded answer if the request was answered before.
@@ -84,12 +94,21 @@ class AgentSession:
             ApiError: the last message of the request is an answer of the policy, the request cannot be rendered, or the
                 request exceeds a limit.
         """
-        async with self._answering:
-            for earlier in reversed(self._answered):
-                size = len(earlier.messages) - 1
-                if len(asked.messages) == size and earlier.begins(asked, size):
-                    return earlier.answer
-            return await self._sampled(asked)
+        refusals = self._refusals
+        while True:
+            async with self._places:
+                for earlier in reversed(self._answered):
+                    size = len(earlier.messages) - 1
+                    if len(asked.messages) == size and earlier.begins(asked, size):
+                        return earlier.answer
+                same = next((end for other, end in self._open.values() if _is_repeated(other, asked)), None)
+                if same is None:
+                    answer = await self._sampled(asked)
+                    if refusals == self._refusals:
+                        # The program went on after a refused request, for example with a shorter message.
+                        self.stop_reason = ""
+                    return answer
+            await same.wait()
 
     def rewarded(self, answer_id: str, reward: float | None) -> None:
         """Record the reward of one answer.
@@ -126,7 +145,34 @@ class AgentSession:
         known = 0 if after is None else len(self._answered[after].messages)
         self._check_limits()
         new = _with_names(asked.messages)[known:]
-        turn = self.record.turn_request(new, after=after, tools=asked.tools, max_tokens=asked.max_tokens)
+        with self._opened(asked) as number:
+            while True:
+                turn = self.record.turn_request(
+                    new, number=number, after=after, tools=asked.tools, max_tokens=asked.max_tokens
+                )
+                result = await self._result_of(turn)
+                if self.record.has_room_for(result, after=after):
+                    break
+        before = len(turn.context_ids) + len(turn.action_ids) + len(result.observation_ids)
+        return self._recorded(asked, result, after, before)
+
+    @contextlib.contextmanager
+    def _opened(self, asked: ModelRequest) -> Iterator[int]:
+        """Mark a request as being answered inside the `with` block, and yield the number of its turn."""
+        number = next(one for one in itertools.count() if one not in self._numbers and one not in self._open)
+        self._open[number] = asked, asyncio.Event()
+        try:
+            yield number
+        finally:
+            self._open.pop(number)[1].set()
+
+    async def _result_of(self, turn: TurnRequest) -> TurnResult:
+        """Sample a turn.
+
+        Raises:
+            ApiError: the engine is lost, the messages of the turn cannot be rendered, or they leave no token for an
+                answer.
+        """
         try:
             result = await self.engine.sample(turn)
         except Exception as error:
@@ -137,8 +183,7 @@ class AgentSession:
             raise ApiError(result.error)
         if result.full:
             raise self._no_room()
-        before = len(turn.context_ids) + len(turn.action_ids) + len(result.observation_ids)
-        return self._recorded(asked, result, after, before)
+        return result
 
     def _continued(self, asked: ModelRequest) -> int | None:
         """Return the index of the turn whose context a request continues, or None if the request starts a new context.
@@ -156,13 +201,14 @@ class AgentSession:
         return None if any(message["role"] == "assistant" for message in added) else found
 
     def _check_limits(self) -> None:
-        if len(self.record.turns) >= self.limits.max_turns:
+        if len(self.record.turns) + len(self._open) >= self.limits.max_turns:
             raise self._limit("max_turns", f"the limit rollout.max_turns={self.limits.max_turns} has been reached")
         if self.record.expired:
             raise self._limit("deadline", f"rollout.trajectory_timeout_s={self.limits.timeout_s:g} has passed")
 
     def _limit(self, stop_reason: str, message: str) -> ApiError:
         self.stop_reason = stop_reason
+        self._refusals += 1
         return ApiError(message, code="context_length_exceeded" if stop_reason == "max_response_length" else "limit")
 
     def _no_room(self) -> ApiError:
@@ -183,8 +229,16 @@ class AgentSession:
             created=int(time.time()),
         )
         self._answered.append(Answered([*asked.messages, answer.message], asked.tools, answer))
-        self.stop_reason = ""  # A program may continue after a refused request, for example with a shorter message.
+        self._numbers.add(turn)
+        if len(self._answered) == 1:
+            for _ in range(self.limits.max_parallel_turns - 1):
+                self._places.release()
         return answer
+
+
+def _is_repeated(earlier: ModelRequest, asked: ModelRequest) -> bool:
+    """Return whether a request has the messages and the tools of an earlier request."""
+    return list(asked.messages) == list(earlier.messages) and asked.tools == earlier.tools
 
 
 def shown(action: ParsedAction) -> ParsedAction:

@@ -39,6 +39,7 @@ class Limits:
         max_message_tokens: Maximum number of tokens in the text of one message from a tool or an environment.
         call_timeout_s: Maximum duration of one call of the user's code, in seconds.
         timeout_s: Maximum duration of a trajectory, in seconds.
+        max_parallel_turns: Maximum number of turns of one agent program that are sampled at the same time.
     """
 
     max_turns: int
@@ -48,6 +49,7 @@ class Limits:
     max_message_tokens: int
     call_timeout_s: float
     timeout_s: float
+    max_parallel_turns: int = 1
 
 
 @dataclass(frozen=True)

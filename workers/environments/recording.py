@@ -74,6 +74,7 @@ class Recording:
         self,
         new: Sequence[Message],
         *,
+        number: int | None = None,
         after: int | None = LAST,
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
@@ -83,21 +84,22 @@ class Recording:
         Args:
             new: The messages that the request adds to the context: those that follow the action of the turn with the
                 index `after`, or all messages of a new context if `after` is None.
+            number: Number that identifies the turn in its trajectory, from which the turn's random stream is derived;
+                by default, the number of finished turns. If turns are sampled at the same time, each needs a number of
+                its own.
             after: Index of the finished turn whose context the request continues; None for a new context.
             tools: Schemas of the tools that the prompt describes; None for the tools of the run.
             max_tokens: Additional limit on the number of tokens of the action, besides the limits of the trajectory, or
                 None.
         """
-        limits, number = self.limits, len(self.turns)
-        context, of_last = self._continued(after)
-        repeated = 0 if of_last else context.end
-        prompt = len(self.turns[0].observation_ids) if self.turns else 0
+        limits, number = self.limits, len(self.turns) if number is None else number
+        context, _ = self._continued(after)
         return TurnRequest(
             key=(*self.request.key, number),
             context_ids=context.ids[: context.begin],
             action_ids=context.ids[context.begin : context.end],
             messages=new,
-            room=limits.max_response_tokens - (self._tokens + repeated - prompt),
+            room=self._room(after),
             max_prompt_tokens=limits.max_prompt_tokens,
             max_tokens=min(limits.max_turn_tokens, max_tokens or limits.max_turn_tokens),
             max_message_tokens=limits.max_message_tokens,
@@ -105,6 +107,20 @@ class Recording:
             seed=stream_seed(self.request.seed, *self.request.key, *([number] if number else [])),
             tools=tools,
         )
+
+    def has_room_for(self, result: TurnResult, *, after: int | None) -> bool:
+        """Return whether the tokens of a sampled turn fit into the trajectory.
+
+        A turn may no longer fit if other turns were recorded after the request for the turn.
+        """
+        return not self.turns or len(result.observation_ids) + len(result.token_ids) <= self._room(after)
+
+    def _room(self, after: int | None) -> int:
+        """Return the maximum number of tokens in a new turn that continues the context of the turn `after`."""
+        context, of_last = self._continued(after)
+        repeated = 0 if of_last else context.end
+        prompt = len(self.turns[0].observation_ids) if self.turns else 0
+        return self.limits.max_response_tokens - (self._tokens + repeated - prompt)
 
     def add(
         self, result: TurnResult, action: Message, reward: float | None = None, *, after: int | None = LAST

@@ -5,6 +5,10 @@ the driver is killed, the trajectory starts again in a fresh environment, and it
 instead of being sampled. The environment thus gets the recorded actions, and has to answer with the recorded
 observations. Where an observation differs, the recorded turns are dropped, and the trajectory starts from its prompt.
 
+An agent program can send several requests at the same time, and the order of such requests may change when the program
+starts again. In a run that answers them at the same time, a recorded turn is therefore found by the content of its
+request, a request that was not recorded is sampled, and the random stream of a turn depends on the content as well.
+
 A file holds the turns of one prompt group, with one line of JSON for each turn. The driver removes the file when the
 group is used or dropped.
 """
@@ -14,11 +18,12 @@ import hashlib
 import json
 import logging
 from array import array
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rltrain.base.random_streams import stream_seed
 from rltrain.environments.tool_calls import BrokenCall, ParsedAction, ToolCall
 from workers.environments.episode import Sampler
 from workers.rollout.turns import TurnRequest, TurnResult
@@ -37,7 +42,7 @@ class RecordedTurn:
     """A sampled turn in the journal.
 
     Attributes:
-        request: Digest of the turn's request, which covers the context, the new messages and the limits.
+        request: Digest of the turn's request (see `digest` and `content_digest`).
         result: The sampled action.
     """
 
@@ -59,19 +64,34 @@ class TurnJournal:
     def turns(self, key: TrajectoryKey) -> list[RecordedTurn]:
         """Return the recorded turns of a trajectory, in order and without gaps."""
         found: list[RecordedTurn] = []
-        for line in read_lines(self._file(key[0])):
-            if line["sample"] != key[1]:
-                continue
-            if line["turn"] <= len(found):  # A turn that was sampled again replaces the turn and all later turns.
-                found = [*found[: line["turn"]], RecordedTurn(line["request"], _result_of(line["result"]))]
+        for number, turn in self._recorded(key):
+            if number <= len(found):  # A turn that was sampled again replaces the turn and all later turns.
+                found = [*found[:number], turn]
         return found
 
-    def add(self, request: TurnRequest, result: TurnResult) -> None:
-        """Write a sampled turn. If the file cannot be written, a warning is logged, and later turns are not written."""
+    def results_by_request(self, key: TrajectoryKey) -> dict[str, TurnResult]:
+        """Return the recorded actions of a trajectory, by the digests of their requests."""
+        return {turn.request: turn.result for _, turn in self._recorded(key)}
+
+    def _recorded(self, key: TrajectoryKey) -> Iterator[tuple[int, RecordedTurn]]:
+        """Yield the number and the record of each recorded turn of a trajectory, in the order of the file."""
+        for line in read_lines(self._file(key[0])):
+            if line["sample"] == key[1]:
+                yield line["turn"], RecordedTurn(line["request"], _result_of(line["result"]))
+
+    def add(self, request: TurnRequest, result: TurnResult, found_by: str = "") -> None:
+        """Write a sampled turn. If the file cannot be written, a warning is logged, and later turns are not written.
+
+        Args:
+            request: The request for the turn.
+            result: The sampled action.
+            found_by: Digest by which the turn is found again; "" for `digest(request)`.
+        """
         if not self._writes:
             return
         uid, sample, turn = request.key
-        line = {"sample": sample, "turn": turn, "request": digest(request), "result": _state_of(result)}
+        identity = found_by or digest(request)
+        line = {"sample": sample, "turn": turn, "request": identity, "result": _state_of(result)}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._file(uid).open("a") as file:
@@ -131,6 +151,57 @@ class JournaledSampler:
         if result.action is not None and not result.error:
             self.journal.add(request, result)
         return result
+
+
+class ParallelSampler:
+    """A sampler for one trajectory whose turns may be requested at the same time.
+
+    A turn whose request was recorded is not sampled again. All other turns are sampled and recorded. The random stream
+    of a turn after the first is derived from the content of its request, so the order of the requests does not matter.
+
+    Args:
+        engine: The object that samples the turns that are not in the journal.
+        journal: The journal of the run.
+        seed: Seed of the run or of the evaluation.
+        recorded: The recorded actions of the trajectory, as `TurnJournal.results_by_request` returns them.
+    """
+
+    def __init__(self, engine: Sampler, journal: TurnJournal, seed: int, recorded: Mapping[str, TurnResult]) -> None:
+        self.engine, self.journal, self.seed, self.recorded = engine, journal, seed, recorded
+
+    async def sample(self, request: TurnRequest) -> TurnResult:
+        """Return the recorded action of a turn, or sample the action and write it to the journal."""
+        content = content_digest(request)
+        found = self.recorded.get(content)
+        if found is not None and fills(found, request):
+            return replace(found, key=request.key)
+        uid, sample, number = request.key
+        if number:
+            request = replace(request, seed=stream_seed(self.seed, uid, sample, int(content[:16], 16)))
+        result = await self.engine.sample(request)
+        if result.action is not None and not result.error:
+            self.journal.add(request, result, content)
+        return result
+
+
+def fills(result: TurnResult, request: TurnRequest) -> bool:
+    """Return whether a recorded action fits into the room of a request, and was not cut off before the room's end.
+
+    The room of a request depends on the number of tokens that were recorded before the request.
+    """
+    observed = 0 if request.key[2] == 0 else len(result.observation_ids)
+    most = min(request.max_tokens, request.room - observed)
+    size = len(result.token_ids)
+    return size == most if result.finish_reason == "length" else size <= most
+
+
+def content_digest(request: TurnRequest) -> str:
+    """Return a digest of the part of a request that does not depend on the order of the trajectory's requests.
+
+    The digest tells the first turn apart, because the messages of the first turn are never cut off.
+    """
+    uid, sample, number = request.key
+    return digest(replace(request, key=(uid, sample, min(number, 1)), room=0, seed=0))
 
 
 def digest(request: TurnRequest) -> str:

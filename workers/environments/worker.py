@@ -17,7 +17,7 @@ from workers.environments.engines import Connection, ReplicaClient, ReplicaGone
 from workers.environments.episode import Sampler, run_episode
 from workers.environments.mcp_tools import McpServer
 from workers.environments.messages import EnvironmentSource, EpisodeRequest, Limits
-from workers.environments.turn_journal import JournaledSampler, ObservationChanged, TurnJournal
+from workers.environments.turn_journal import JournaledSampler, ObservationChanged, ParallelSampler, TurnJournal
 from workers.environments.user_environment import UserEnvironment
 
 IDLE_S = 0.0005  # Seconds between two checks whether trajectories that wait for the user's code can continue.
@@ -129,8 +129,12 @@ class EnvironmentWorker:
     async def _trajectory(self, replica: ReplicaClient, request: EpisodeRequest) -> Trajectory:
         """Run one trajectory. The turns of the trajectory that are in the journal are not sampled again.
 
-        If the environment no longer gives the recorded observations, the trajectory starts from its prompt again.
+        If the environment no longer gives the recorded observations, the trajectory starts from its prompt again. An
+        agent program whose requests are answered at the same time continues with new turns instead.
         """
+        if self.program is not None and self.limits.max_parallel_turns > 1:
+            found = self.journal.results_by_request(request.key)
+            return await self._sampled(ParallelSampler(replica, self.journal, request.seed, found), request)
         recorded = self.journal.turns(request.key)
         try:
             return await self._sampled(JournaledSampler(replica, self.journal, recorded), request)

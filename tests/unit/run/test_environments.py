@@ -150,7 +150,9 @@ def test_prompts_that_are_too_long_with_the_tools_are_refused_with_the_length_th
 
     def checked(length):
         limited = dataclasses.replace(config, max_prompt_length=length)
-        return environments_for(limited, tokenizer, [tokenizer.eos_token_id], [prompts], tmp_path / "turns")
+        return environments_for(
+            limited, tokenizer, [tokenizer.eos_token_id], [prompts], tmp_path / "turns", deterministic=False
+        )
 
     system = '<|im_start|>system\nprice(fruit)Call: <tool_call>{"name": NAME, "arguments": {}}</tool_call><|im_end|>\n'
     added = len(tokenizer.encode(system, add_special_tokens=False))

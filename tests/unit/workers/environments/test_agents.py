@@ -525,6 +525,135 @@ def test_T8_a_repeated_request_in_an_earlier_context_gets_the_recorded_answer():
     assert len(engine.requests) == len(found.turns) == 3
 
 
+# Requests at the same time
+
+
+class Meeting(Recorded):
+    """An engine that answers requests after the first only when a given number of requests wait for answers.
+
+    Attributes:
+        most: largest number of requests that waited at the same time.
+    """
+
+    def __init__(self, count, *, together):
+        super().__init__(count)
+        self.together, self.waiting, self.most, self.met = together, 0, 0, asyncio.Event()
+
+    async def sample(self, request):
+        found = await super().sample(request)
+        if request.key[2]:
+            self.waiting += 1
+            self.most = max(self.most, self.waiting)
+            if self.waiting >= self.together:
+                self.met.set()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.met.wait(), 1)
+            self.waiting -= 1
+        return found
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+async def answer_to(client, messages):
+    done = await client.chat.completions.create(model="any", messages=messages)
+    return {"role": "assistant", "content": done.choices[0].message.content}
+
+
+async def with_helpers(base_url, api_key, messages):
+    """Ask once, then let three helpers work at the same time, one of which has the program's own conversation."""
+    async with client_of(base_url, api_key) as client:
+
+        async def work(conversation):
+            conversation = [*conversation, await answer_to(client, conversation)]
+            await answer_to(client, [*conversation, user("more")])
+
+        own = [*messages, await answer_to(client, messages)]
+        await asyncio.gather(work([*own, user("on")]), work([user("search")]), work([user("compare")]))
+
+
+def test_T1_requests_of_several_branches_are_answered_at_the_same_time_each_in_its_own_context():
+    engine = Meeting(7, together=3)
+    found = run(engine, with_helpers, max_response_tokens=1000)
+    assert (engine.most, found.stop_reason, len(found.turns)) == (3, "done", 7)
+    assert len({request.key for request in engine.requests}) == len({request.seed for request in engine.requests}) == 7
+    # The first token of an action is the number of its request, in the order in which the engine got the requests.
+    asked = {tuple(turn.action_ids): context for turn, context in zip(found.turns, contexts_of(found), strict=True)}
+    assert asked == {(50 + number, END): context for number, context in enumerate(engine.contexts)}
+
+
+def test_requests_of_a_deterministic_run_are_answered_one_after_another():
+    engine = Meeting(7, together=1)
+    found = run(engine, with_helpers, max_response_tokens=1000, max_parallel_turns=1)
+    assert (engine.most, len(found.turns)) == (1, 7)
+    assert [list(turn.action_ids) for turn in found.turns] == [[50 + number, END] for number in range(7)]
+    assert contexts_of(found) == engine.contexts
+
+
+def test_T8_a_request_that_is_repeated_while_it_is_answered_is_sampled_once():
+    answers = []
+
+    async def impatient(base_url, api_key, messages):
+        async with client_of(base_url, api_key) as client:
+            own = [*messages, await answer_to(client, messages), user("on")]
+            answers.extend(await asyncio.gather(*[answer_to(client, own) for _ in range(3)]))
+
+    engine = Meeting(2, together=2)  # The engine never gets the second request, and answers after a second.
+    found = run(engine, impatient)
+    assert (engine.most, len(engine.requests), len(found.turns)) == (1, 2, 2)
+    assert answers == [answers[0]] * 3
+
+
+class Rambling(Meeting):
+    """An engine whose actions have five tokens if there is room for them."""
+
+    async def sample(self, request):
+        found = await super().sample(request)
+        if found.full:
+            return found
+        room = request.room - (len(found.observation_ids) if request.key[2] else 0)
+        ids = [7, 7, 7, 7, END][:room]
+        return replace(
+            found, token_ids=ids, log_probs=[-0.5] * len(ids), versions=[0] * len(ids),
+            finish_reason="stop" if len(ids) == 5 else "length",
+        )  # fmt: skip
+
+
+async def two_helpers(base_url, api_key, messages):
+    async with client_of(base_url, api_key) as client:
+        await answer_to(client, messages)
+        helpers = [answer_to(client, [user(name)]) for name in ("search", "compare")]
+        for found in await asyncio.gather(*helpers, return_exceptions=True):
+            if isinstance(found, Exception):
+                raise found
+
+
+def test_answers_that_fit_only_one_by_one_stay_within_the_limit_of_the_trajectory():
+    """The first action has 5 tokens. A helper's turn has 1 + 5, so 5 tokens are left for the other helper's turn."""
+    engine = Rambling(3, together=2)
+    found = run(engine, two_helpers, max_response_tokens=16)
+    assert [len(turn.action_ids) for turn in found.turns] == [5, 5, 4]
+    assert len(found.response_ids()) == 16
+    assert found.turns[-1].finish_reason == "length"
+    *_, second, again = engine.requests
+    same = second if second.key == again.key else engine.requests[1]
+    assert (again.key, again.seed, again.room) == (same.key, same.seed, 5)
+
+
+def test_an_answer_for_which_no_room_is_left_is_refused():
+    engine = Rambling(3, together=2)
+    found = run(engine, two_helpers, max_response_tokens=12)
+    assert (found.stop_reason, found.error) == ("max_response_length", "")
+    assert [len(turn.action_ids) for turn in found.turns] == [5, 5]
+
+
+def test_requests_that_are_being_answered_count_as_turns_and_do_not_hide_a_refusal():
+    engine = Meeting(3, together=2)
+    found = run(engine, two_helpers, max_turns=2)
+    assert (found.stop_reason, found.error, len(found.turns), len(engine.requests)) == ("max_turns", "", 2, 2)
+
+
 def test_other_tools_start_a_new_context():
     async def program(base_url, api_key, messages):
         async with client_of(base_url, api_key) as client:

@@ -5,13 +5,15 @@ import dataclasses
 import logging
 from typing import ClassVar
 
+import openai
 import pytest
 
 from rltrain.environments.tool_calls import BrokenCall, ParsedAction, ToolCall
 from tests.scripted_turns import REQUEST, Script, limits, say
+from workers.environments.agent_program import FunctionProgram
 from workers.environments.engines import ReplicaGone
 from workers.environments.messages import EnvironmentSource
-from workers.environments.turn_journal import JournaledSampler, TurnJournal, digest
+from workers.environments.turn_journal import JournaledSampler, TurnJournal, digest, fills
 from workers.environments.worker import EnvironmentWorker
 from workers.rollout.turns import TurnRequest, TurnResult
 
@@ -52,7 +54,7 @@ def run(folder, engine, request=REQUEST):
         worker.close()
 
 
-ACTIONS = [say(text) for text in "abcd"]
+ACTIONS = [say(text) for text in "abcdefgh"]
 
 
 def killed_in_turn_2(folder):
@@ -83,6 +85,79 @@ def test_T5_a_trajectory_whose_observations_differ_starts_from_its_prompt_again(
     again = Script(*ACTIONS)
     assert run(tmp_path, again) == found  # The journal now has the turns of the new start.
     assert again.requests == []
+
+
+def run_helpers(folder, engine, helpers):
+    """Run an agent program that asks once, and then for each helper twice, all helpers at the same time."""
+
+    async def program(base_url, api_key, messages):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+
+            async def ask(conversation):
+                done = await client.chat.completions.create(model="any", messages=conversation)
+                return [*conversation, {"role": "assistant", "content": done.choices[0].message.content}]
+
+            async def help_with(name):
+                said = await ask([{"role": "user", "content": name}])
+                await ask([*said, {"role": "user", "content": f"more {name}"}])
+
+            await ask(messages)
+            await asyncio.gather(*[help_with(name) for name in helpers])
+
+    async def running():
+        worker = EnvironmentWorker("w", EnvironmentSource("", {}), limits(), folder, threaded=False)
+        worker.program = FunctionProgram(program)
+        try:
+            return await worker._trajectory(engine, REQUEST)
+        finally:
+            await worker.endpoint.close()
+            worker.loop.close()
+
+    return asyncio.run(running())
+
+
+class DyingLater(Script):
+    """An engine that dies when it gets a second request of the helper `search`."""
+
+    async def sample(self, request):
+        if request.messages[-1]["content"] == "more search":
+            raise ReplicaGone("killed")
+        return await super().sample(request)
+
+
+def test_T5_a_killed_program_takes_its_recorded_turns_again_in_whatever_order_it_asks(tmp_path):
+    killed = DyingLater(*ACTIONS)
+    with pytest.raises(ReplicaGone):
+        run_helpers(tmp_path, killed, ["search", "compare"])
+    engine = Script(*ACTIONS)
+    found = run_helpers(tmp_path, engine, ["compare", "search"])
+    recorded = {request.messages[-1]["content"] for request in killed.requests}
+    assert {"go", "search"} <= recorded
+    sampled = [request.messages[-1]["content"] for request in engine.requests]
+    assert sorted([*recorded, *sampled]) == ["compare", "go", "more compare", "more search", "search"]
+    assert (len(found.turns), found.stop_reason) == (5, "done")
+
+
+def test_the_random_stream_of_a_turn_does_not_depend_on_the_order_of_the_requests(tmp_path):
+    seeds = []
+    for name in ("ab", "ba"):
+        engine = Script(*[say("same")] * 8)
+        run_helpers(tmp_path / name, engine, name)
+        seeds.append({request.messages[-1]["content"]: request.seed for request in engine.requests if request.key[2]})
+    # The second request of a helper has other sampled tokens in its context, so it may have another random stream.
+    assert [seeds[0][name] for name in "ab"] == [seeds[1][name] for name in "ab"]
+    assert len({*seeds[0].values()}) == 4
+
+
+@pytest.mark.parametrize(
+    ("size", "reason", "room", "fits"),
+    [(4, "stop", 6, True), (4, "stop", 5, True), (4, "stop", 4, False), (4, "length", 5, True), (4, "length", 6, False),
+     (8, "length", 99, True)],
+)  # fmt: skip
+def test_a_recorded_action_is_used_if_sampling_with_the_room_of_the_request_would_give_it(size, reason, room, fits):
+    """The turn has one token before its action, and a request asks for at most 8 tokens."""
+    recorded = dataclasses.replace(result(1, [1] * size), finish_reason=reason)
+    assert fills(recorded, dataclasses.replace(turn(1), room=room, max_tokens=8)) == fits
 
 
 def test_other_samples_of_a_group_have_turns_of_their_own(tmp_path):
