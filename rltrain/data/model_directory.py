@@ -7,6 +7,7 @@ from typing import Any
 from rltrain.base.errors import ConfigError
 from rltrain.data.hub import local_directory
 from rltrain.data.model_weights import check_weights, read_json, weight_files
+from rltrain.data.value_models import value_model
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
@@ -78,26 +79,13 @@ def check_reward_model(path: str, key: str) -> None:
 
 
 def check_critic(path: str) -> None:
-    """Raise an error if the model cannot be turned into a critic.
-
-    A critic is a token classifier of the library transformers: the base model with a new head that gives one output per
-    token.
+    """Raise an error if the model cannot be turned into a critic: the base model with a new head for values.
 
     Raises:
-        ConfigError: transformers has no token classifier for the type of the model at `path`, or the weights of the
-            base model are incomplete. The message of the ConfigError names the model type and the algorithms that need
-            no critic, or the missing tensors.
+        ConfigError: transformers cannot build the base model, or the weights of the base model are incomplete. The
+            message of the ConfigError names the missing tensors.
     """
-    from transformers import AutoModelForTokenClassification
-    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES as known
-
-    kind = read_json(local_directory(path) / "config.json").get("model_type")
-    require(
-        kind in known,
-        f"model.path={path}: models of the type {kind} have no critic (transformers has no token classifier for "
-        "them); use an algorithm without a critic (algorithm=grpo, rloo or reinforce_plus_plus), or another model",
-    )
-    check_weights(path, f"model.path={path}", AutoModelForTokenClassification, new_head=True)
+    check_weights(path, f"model.path={path}", value_model(path), new_head=True)
 
 
 def longest_row(path: str | Path) -> int | None:

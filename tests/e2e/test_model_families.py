@@ -9,8 +9,8 @@ from runs import train
 from tests.attention_families import FAMILIES
 
 pytestmark = pytest.mark.slow
-WITH_VLLM = ["mistral", "olmo2", "gemma2", "gemma3_text"]
-EVERY_DAY = {("gemma2", "hf"), ("gpt_oss", "hf"), ("qwen3_moe", "hf"), ("gemma2", "vllm")}
+WITH_VLLM = ["mistral", "olmo2", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "olmoe"]
+EVERY_DAY = {("gemma2", "hf"), ("gpt_oss", "hf"), ("qwen3_moe", "hf"), ("gemma2", "vllm"), ("qwen3_moe", "vllm")}
 CASES = [
     pytest.param(*case, marks=[] if case in EVERY_DAY else pytest.mark.broad)
     for case in [*((family, "hf") for family in FAMILIES), *((family, "vllm") for family in WITH_VLLM)]
@@ -19,8 +19,8 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "engine"), CASES)
 def test_a_family_trains_with_verified_syncs_and_resumes(family, engine, tmp_path):
-    # OLMoE derives the width of a head from other settings.
-    options = FAMILIES[family] | ({"head_dim": 16} if family == "olmoe" else {})
+    # OLMoE derives the width of a head, 32, from the hidden size.
+    options = FAMILIES[family] | ({"hidden_size": 128} if family == "olmoe" else {})
     save_model(tmp_path / "model", family, positions=128, **options)
     rows = [{"prompt": f"Say {number} twice", "answer": str(number)} for number in range(12)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

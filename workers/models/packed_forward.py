@@ -301,7 +301,10 @@ def policy_output(
 
 
 def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:
-    """Return the critic's value (R,), in float32, of the state before each response token."""
+    """Return the critic's value (R,) of the state before each response token.
+
+    The values are in float32, or in float64 if the model is in float64.
+    """
     whole, sequence = packed, sequence_group_of(model)
     if sequence is not None:
         packed, _ = split(whole, sequence)
@@ -312,7 +315,8 @@ def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:
         use_cache=False,
         packed=packed,
     ).logits[0]
-    values = logits[packed.predicting, 0].float()
+    values = logits[packed.predicting, 0]
+    values = values if values.dtype == torch.float64 else values.float()
     return values if packed.sequence is None else gather(values, whole, packed.sequence)
 
 

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
-from transformers.core_model_loading import revert_weight_conversion
 
 from rltrain.base.storage import Folder, flush
 from workers.models.adapter_weights import A, B, BaseWeights, merge
+from workers.models.checkpoint_form import in_checkpoint_form
 from workers.models.lora import HALVES, NAME, is_adapter
 from workers.models.state_files import StateFiles
 
@@ -155,8 +155,7 @@ def _as_in_files(state: StateFiles, name: str, model: Any) -> Iterator[_Part]:
     """
 
     def reverted(tensor: Tensor) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
-        return found
+        return in_checkpoint_form(model, {name: tensor})
 
     def reverted_part(other: str) -> Tensor:
         return reverted(state.tensor(f"model.{name}"))[other]

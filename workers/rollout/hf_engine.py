@@ -268,13 +268,14 @@ def sample(
 def layer_outputs(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the product W v in float32 for each matrix W of the model, where v is the fixed random probe vector of W.
 
-    Parameters that are not matrices are returned unchanged, except for the conversion to float32.
+    For a parameter that is a stack of matrices, the products of all matrices are concatenated. Parameters with fewer
+    than two dimensions are returned unchanged, except for the conversion to float32.
     """
     outputs = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.ndim == 2:
-            vector = probe_vector(parameter.size(1), parameter.dtype).to(parameter)
-            outputs[name] = F.linear(vector, parameter).float()
+        if parameter.ndim >= 2:
+            vector = probe_vector(parameter.size(-1), parameter.dtype).to(parameter)
+            outputs[name] = F.linear(vector, parameter.flatten(0, -2)).float()
         else:
             outputs[name] = parameter.float()
     return outputs

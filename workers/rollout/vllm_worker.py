@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,16 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rltrain.base.errors import SyncError, described
+from rltrain.data.model_weights import skeleton
+from workers.models.checkpoint_form import in_checkpoint_form, products_in_checkpoint_form
+from workers.rollout.vllm_experts import ExpertChecks
 from workers.sync.adapters import Adapters
 from workers.sync.buckets import Bucket, tensors_of, verify
 from workers.sync.checks import check_outputs, probe_vector
@@ -84,16 +89,21 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Create the reader of weight buckets, and the thread in which parts of the weight checks run.
 
+        `source` is the actor's model without its weights, whose names of tensors differ from those in the checkpoint,
+        which vLLM knows.
+
         The transfer engine opens no connection to the sender of the weights.
         """
-        self.reader = Reader()
+        self.reader, self.source = Reader(), skeleton(str(self.model_config.model))
         self.helper = ThreadPoolExecutor(1, thread_name_prefix="weight-checks")
 
     def start_weight_update(self) -> None:
         """Start vLLM's layerwise reload of all layers, after discarding what an interrupted weight update has left."""
         self.probes: dict[str, np.ndarray] = {}
         self.lookups: Future[dict[str, Tensor]] | None = None
-        self.adapters = Adapters(self.model_config.model)
+        self.adapters, self.experts = Adapters(self.model_config.model), ExpertChecks(self.model)
+        if self.device.type == "cpu":
+            self.experts.forget_kernels()
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
@@ -107,20 +117,26 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.version, self.dtype = bucket.version, str(self.model_config.dtype).removeprefix("torch.")
         verified = self.helper.submit(verify, bucket, data)
         try:
+            self._expect(bucket)
             if bucket.scale is not None:
                 self.adapters.take(bucket, data)
             else:
-                self._load(tensors_of(bucket, data))
+                tensors = {name: tensor.to(self.device) for name, tensor in tensors_of(bucket, data)}
+                self._load(in_checkpoint_form(self.source, tensors).items())
                 keep_unfinished(self.model, data)
         finally:
             verified.result()  # As soon as `receive_weights` returns, the sender is free to overwrite the bucket.
-        probes = bucket.probes()
-        names = checkpoint_names(self.model, probes)
-        self.probes |= {names[name]: value for name, value in probes.items() if name in names}
+
+    def _expect(self, bucket: Bucket) -> None:
+        """Keep the products that the actor has computed, under vLLM's names of the tensors."""
+        probes = {name: torch.tensor(value) for name, value in bucket.probes().items()}
+        products = products_in_checkpoint_form(self.source, probes)
+        names = checkpoint_names(self.model, products)
+        self.probes |= {names[name]: value.numpy() for name, value in products.items() if name in names}
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         load: Any = self.model.load_weights
-        load((name, tensor.to(self.device)) for name, tensor in tensors)
+        load(self.experts.observed(tensors, self.probes, partial(vllm_name, self.model)))
 
     def finish_weight_update(self) -> None:
         """Finish vLLM's layerwise reload, so that all layers, including the output heads, compute with the new weights.
@@ -132,7 +148,8 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.adapters.parts:
             # vLLM's sleep mode may discard all weights of the engine. The weights without a LoRA adapter are therefore
             # loaded again from the model's files, together with the matrices into which the adapters are merged.
-            self._load(self.adapters.merged(everything=True))
+            merged = self.adapters.merged(everything=True)
+            self._load((name, tensor.to(self.device)) for name, tensor in merged)
         finalize_layerwise_reload(self.model, self.model_config)
         if self.probes and self.device.type == "cpu" and get_tensor_model_parallel_world_size() == 1:
             self.lookups = self.helper.submit(layer_outputs, self.model, products=False)
@@ -147,13 +164,15 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             try:
                 outputs = layer_outputs(self.model, products=True)
                 outputs |= self.lookups.result() if self.lookups else layer_outputs(self.model, products=False)
+                outputs |= self.experts.outputs()
             # The computation of the outputs fails if a layer of the model cannot be run on its own.
             except Exception as error:
                 raise SyncError(
                     f"weight sync {self.version}: the weights cannot be checked, because a layer of this model cannot "
                     f"be run on its own ({described(error)}); rollout.verify_sync=false turns the check off"
                 ) from error
-            check_outputs(outputs, self.probes, version=self.version, dtype=self.dtype)
+            probes = self.experts.probes(self.probes)
+            check_outputs(outputs, probes, version=self.version, dtype=self.dtype)
 
     def shutdown(self) -> None:
         """Do nothing; vLLM's interface requires the method `shutdown`."""
@@ -203,6 +222,23 @@ def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     if hasattr(mapper, "orig_to_new_stacked"):
         mapper = replace(mapper, orig_to_new_stacked={})
     return {name: mapped for name in names if (mapped := mapper.map_name(name)) is not None}
+
+
+def vllm_name(model: nn.Module, name: str) -> str | None:
+    """Return the name that vLLM gives to a tensor of the checkpoint, or None (see `checkpoint_names`)."""
+    return checkpoint_names(model, [name]).get(name)
+
+
+def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the names and modules of a model, where a module with several names occurs under each of its names.
+
+    vLLM's expert layers contain the router and the shared experts of the module around them. The names that the router
+    and the shared experts have inside an expert layer are left out, because no checkpoint has such names.
+    """
+    named = list(model.named_modules(remove_duplicate=False))
+    inside = tuple(f"{name}." for name, module in named if isinstance(module, MoERunner))
+    outside = {id(module) for name, module in named if not name.startswith(inside)}
+    return [(name, module) for name, module in named if not (name.startswith(inside) and id(module) in outside)]
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
@@ -256,7 +292,7 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
     if products:
         for name, module in output_heads(model).items():
             outputs[f"{name}.weight"] = gather([_apply(module)], module.tp_size)[0][: module.org_vocab_size]
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in named_layers(model):
         if isinstance(module, ParallelLMHead) or isinstance(module, LinearBase) != products:
             continue
         if isinstance(module, VocabParallelEmbedding):

@@ -96,9 +96,10 @@ class Bucket:
     def probes(self) -> dict[str, np.ndarray]:
         """Return a dictionary that maps names of tensors to the values with which the engine verifies its weights.
 
-        For a matrix W, the value is the product W v, where v is a fixed random vector. For a tensor that is not a
-        matrix, the value is the flattened tensor (see `checks.probe`). A tied tensor is in the dictionary under each of
-        its names.
+        For a matrix W, the value is the product W v, where v is a fixed random vector. For a stack of matrices, such as
+        the weights of all experts of a layer, the products of all matrices are concatenated. For a tensor with fewer
+        dimensions, the value is the flattened tensor (see `checks.probe`). A tied tensor is in the dictionary under
+        each of its names.
         """
         found: dict[str, list[np.ndarray]] = {}
         for piece in self.pieces:

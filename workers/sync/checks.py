@@ -35,13 +35,14 @@ def checksum(data: np.ndarray) -> int:
 
 
 def probe(tensor: Tensor) -> Tensor:
-    """Return the product of a matrix and a fixed random vector, in float32.
+    """Return the products of all rows of a tensor and a fixed random vector, flattened, in float32.
 
-    A tensor that is not a matrix is returned flattened, in float32.
+    A tensor with more than two dimensions is a stack of matrices, for example the weights of all experts of a layer. A
+    tensor with fewer than two dimensions is returned flattened.
     """
-    if tensor.ndim != 2:
+    if tensor.ndim < 2:
         return tensor.float().flatten()
-    return tensor.float() @ probe_vector(tensor.size(1), tensor.dtype)
+    return tensor.flatten(0, -2).float() @ probe_vector(tensor.size(-1), tensor.dtype)
 
 
 @functools.lru_cache(maxsize=32)  # A model's matrices have few different widths, so 32 cached vectors are enough.

@@ -160,7 +160,8 @@ class Sender:
         """Copy rows of a tensor to `target` (n,) uint8, and return a `Piece` with the rows' checksum and probe."""
         if rows.device.type != "cpu":
             rows = rows.to(self.torch_dtype).cpu()
-        rows = rows.reshape(1) if rows.ndim == 0 else rows
+        # A tensor with more than two dimensions is a stack of matrices, whose rows are smaller than the tensor's own.
+        rows = rows.reshape(1) if rows.ndim == 0 else rows.flatten(0, -2) if rows.ndim > 2 else rows
         row = len(target) // max(1, len(rows))
         tick()
         # The number of rows in a chunk is a multiple of 8, so that the length of a chunk in bytes is a multiple of 8.

@@ -4,11 +4,12 @@ import functools
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForTokenClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rltrain.algorithms import aggregate_loss, value_loss
 from rltrain.base import trace
 from rltrain.batch.data_proto import DataProto
+from rltrain.data.value_models import value_model
 from rltrain.settings.schema import Config
 from workers.models.fsdp import Optimizer, shard, weights_device
 from workers.models.loading import load_model, load_sample_layers
@@ -33,12 +34,13 @@ class CriticWorker:
     def _load_start(self) -> None:
         """Set up the initial state: weights from the model directory, a value head of zeros, and a new optimizer."""
         config, path = self.config, self.path
-        sample = load_sample_layers(AutoModelForTokenClassification, path, new_head=True)
+        kind = value_model(path)
+        sample = load_sample_layers(kind, path, new_head=True)
         check_rows_apart(sample, _head(sample)[1], functools.partial(response_values, sample), f"model.path={path}")
         del sample  # frees the memory of `sample` before the weights of the whole model are read
         # The model is in evaluation mode, because dropout would make the critic's values random.
         self.model = load_model(
-            AutoModelForTokenClassification,
+            kind,
             path,
             new_head=True,
             arrange=self._arrange,

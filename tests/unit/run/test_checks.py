@@ -1,4 +1,5 @@
 import pytest
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 
 import rltrain.run.checks
@@ -48,15 +49,21 @@ def model_of(folder, kind):
     return f"model.path={folder}"
 
 
-@pytest.mark.parametrize("kind", ["olmo", "olmo2", "granite", "cohere", "gemma3_text", "opt"])
-def test_a_model_that_no_critic_can_be_made_of_is_refused_before_anything_starts(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["llama", "olmo", "olmo2", "granite", "cohere", "gemma3_text", "opt", "olmoe"])
+def test_a_critic_can_be_made_of_every_model_that_can_be_trained(tmp_path, kind):
     model = [model_of(tmp_path, kind), "data.train=prompts.jsonl", "reward.functions=[{path: exact_match}]"]
     (tmp_path / "prompts.jsonl").write_text("{}")
     check(config_of(*model, "algorithm=grpo"))
-    assert refusal(*model, "algorithm=ppo") == (
-        f"model.path={tmp_path}: models of the type {kind} have no critic (transformers has no token classifier for "
-        "them); use an algorithm without a critic (algorithm=grpo, rloo or reinforce_plus_plus), or another model"
-    )
+    check(config_of(*model, "algorithm=ppo"))
+
+
+def test_a_critic_needs_every_tensor_of_the_base_model(tmp_path):
+    model = [model_of(tmp_path, "olmo2"), "data.train=prompts.jsonl", "reward.functions=[{path: exact_match}]"]
+    (tmp_path / "prompts.jsonl").write_text("{}")
+    file = tmp_path / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != "model.norm.weight"}, file)
+    said = refusal(*model, "algorithm=ppo")
+    assert said.startswith(f"model.path={tmp_path}: its weights lack model.norm.weight, so they do not match the Olmo2")
 
 
 WITHOUT_REWARD = (

@@ -218,6 +218,18 @@ def test_E5_checksum_and_probe_are_those_of_the_whole_whatever_is_copied_at_once
         assert np.allclose(chunked.probes()[name], value, rtol=1e-6, atol=1e-6)
 
 
+def test_a_stack_of_matrices_has_the_products_of_all_its_matrices(monkeypatch):
+    model = nn.Module()
+    model.experts = nn.Parameter(torch.randn(5, 7, 3))
+    monkeypatch.setattr("workers.sync.sender.CHUNK_BYTES", 100)
+    (bucket,) = sent(model=model)
+    verify(bucket, bucket.data)
+    expected = torch.cat([probe(matrix.detach()) for matrix in model.experts])
+    assert torch.allclose(torch.from_numpy(bucket.probes()["experts"]), expected, rtol=1e-6, atol=1e-6)
+    ((_, tensor),) = tensors_of(bucket, bucket.data)
+    assert torch.equal(tensor, model.experts)
+
+
 def test_without_checks_nothing_is_computed_for_them():
     (bucket,) = sent(check=False)
     assert {(piece.checksum, piece.probe) for piece in bucket.pieces} == {(None, None)}

@@ -1,0 +1,181 @@
+"""Tests of weight syncs to vLLM engines with mixture-of-experts models: names, kernels and checks of the experts."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from ranks import built, on
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from rltrain.base.errors import SyncError
+from rltrain.base.random_streams import stream_seed
+from rltrain.settings.compose import compose
+from rltrain.settings.schema import LoRAConfig
+from tests.attention_families import FAMILIES
+from workers.cluster.processes import Role
+from workers.models.lora import adapt
+from workers.placement import ENGINE, spawner
+from workers.rollout.messages import Completion, Request
+from workers.rollout.worker import RolloutWorker
+from workers.sync.buckets import Bucket, join
+from workers.sync.sender import AdapterSender, Sender
+
+pytestmark = [
+    pytest.mark.slow, pytest.mark.usefixtures("ray_here", "process_group"), pytest.mark.asyncio(loop_scope="module")
+]  # fmt: skip
+NUMBERS = itertools.count()
+# On a CPU, vLLM needs a hidden size that is a multiple of 32 for experts, and a head size that is one for attention.
+SIZES = {
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "dtype": "float32",
+}  # fmt: skip
+MIXTURES = ["qwen3_moe", "mixtral", "olmoe"]
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
+
+
+def saved(folder: Path, family: str) -> str:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**SIZES | FAMILIES[family]))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def shaken(path: str, seed: int = 1) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(path)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def buckets(model: torch.nn.Module, kind: type[Sender] = Sender) -> list[Bucket]:
+    sender = kind(model, version=1, dtype="float32", check=True)
+    return [join([sender.write(number, None)]) for number in range(len(sender.layout))]
+
+
+async def new_engine(path: str) -> Role[RolloutWorker]:
+    overrides = ["rollout.max_prompt_length=64", "rollout.max_response_length=32"]
+    config, _ = compose(overrides)
+    process = spawner(config, "rollout replica", 1)(0)
+    return (await built([process], "rollout", ENGINE, config, path, [2], threaded=True))[0]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=MIXTURES)
+async def mixture(request, ray_here, tmp_path_factory):
+    """Return an engine with a tiny model of a family, and the model's directory."""
+    path = saved(tmp_path_factory.mktemp(request.param), request.param)
+    return await new_engine(path), path
+
+
+async def load(engine: Role[RolloutWorker], sent: list[Bucket]) -> None:
+    name = f"sync {next(NUMBERS)}"
+    await engine.call(RolloutWorker.start_load, name, sent[0].version)
+    for bucket in sent:
+        await engine.call(RolloutWorker.load_bucket, name, None, bucket)
+    await engine.call(RolloutWorker.finish_load, name, None)
+
+
+async def log_prob_gap(engine: Role[RolloutWorker], model: torch.nn.Module) -> float:
+    """Return the largest difference between the log-probs of an engine's answers and those of a model."""
+    requests = [Request((0, n), PROMPT, 1.0, 16, stream_seed(0, 0, n)) for n in range(4)]
+    await engine.call(RolloutWorker.submit, requests)
+    found: list[Completion] = []
+    while len(found) < len(requests):
+        found += await engine.call(RolloutWorker.poll, 5.0)
+    return max(gap(answer, model) for answer in found)
+
+
+@torch.no_grad()
+def gap(answer: Completion, model: torch.nn.Module) -> float:
+    ids = torch.tensor([PROMPT + answer.token_ids])
+    log_probs = model(ids, use_cache=False).logits[0].log_softmax(-1)[len(PROMPT) - 1 : -1]
+    expected = log_probs.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    return float((torch.tensor(answer.log_probs) - expected).abs().max())
+
+
+async def test_E1_E5_after_each_verified_sync_the_engine_computes_with_the_experts_of_the_trainer(mixture):
+    engine, path = mixture
+    for seed in (1, 2):
+        model = shaken(path, seed)
+        await load(engine, buckets(model))
+        assert await log_prob_gap(engine, model) < 1e-4
+    # The log-probs of other weights are different.
+    assert await log_prob_gap(engine, shaken(path, 1)) > 1e-2
+
+
+def changed(sent: list[Bucket], name: str, rows: slice) -> list[Bucket]:
+    """Change some products of a parameter, so that the sender claims other rows for equal weights."""
+
+    def claimed(probe: np.ndarray) -> np.ndarray:
+        other = probe.copy()
+        other[rows] += 1e-2 * abs(probe).max()
+        return other
+
+    for bucket in sent:
+        bucket.pieces = [replace(p, probe=claimed(p.probe)) if p.name == name else p for p in bucket.pieces]
+    return sent
+
+
+@pytest.mark.parametrize("matrices", ["gate_up_proj", "down_proj"])
+async def test_E5_wrong_weights_of_a_single_expert_are_caught_by_the_name_of_the_expert(mixture, matrices):
+    engine, path = mixture
+    model = AutoModelForCausalLM.from_pretrained(path)
+    name = f"model.layers.1.mlp.experts.{matrices}"
+    rows = model.get_parameter(name).shape[1]
+    for expert in (0, 3):
+        bad = changed(buckets(model), name, slice(expert * rows + rows // 2, (expert + 1) * rows))
+        with pytest.raises(SyncError, match=rf"the actor's 'model.layers.1.\w+.experts.{expert}[.']"):
+            await load(engine, bad)
+    await load(engine, buckets(model))
+
+
+async def test_the_router_and_every_other_tensor_are_checked_too(mixture):
+    engine, path = mixture
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for name in (name for name, _ in model.named_parameters() if ".experts." not in name and "layers.1" not in name):
+        with pytest.raises(SyncError, match="does not compute with the actor's"):
+            await load(engine, changed(buckets(model), name, slice(None)))
+    await load(engine, buckets(model))
+
+
+async def test_E5_adapters_of_attention_layers_are_merged_beside_experts(mixture):
+    engine, path = mixture
+    model = shaken_adapters(path)
+    await load(engine, buckets(model, AdapterSender))
+    assert await log_prob_gap(engine, model) < 1e-4
+
+
+def shaken_adapters(path: str) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(path)
+    adapt(model, LoRAConfig(rank=2, alpha=4.0, targets=["q_proj", "v_proj"]))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            layer, _, last = name.rpartition(".")
+            values = 0.3 * torch.randn(parameter.shape, generator=generator)
+            setattr(model.get_submodule(layer), last, torch.nn.Parameter(values))
+    return model
+
+
+async def test_E5_experts_whose_kernels_are_not_set_up_again_are_caught(ray_here, tmp_path):
+    """On a CPU, vLLM's own reload of experts leaves weights in a layout with which its kernel cannot compute.
+
+    The sizes need no padding, so the layouts have the same shape, and vLLM raises no error.
+    """
+    path = saved(tmp_path, "olmoe")
+    victim = await new_engine(path)
+
+    def keep_kernels(host):
+        from workers.rollout import vllm_experts
+
+        vllm_experts.ExpertChecks.forget_kernels = lambda self: None
+
+    await on([victim.process], keep_kernels)
+    with pytest.raises(SyncError, match=r"does not compute with the actor's 'model.layers.\d.mlp.experts.\d'"):
+        await load(victim, buckets(AutoModelForCausalLM.from_pretrained(path)))
