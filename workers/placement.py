@@ -133,9 +133,9 @@ class Training:
         self, config: Config, paths: dict[str, str], spawns: Mapping[str, Callable[[int], WorkerProcess]]
     ) -> None:
         self.config, self.paths, self.spawns = config, paths, spawns
-        shared = SharedColumns()
+        self.shared = SharedColumns()
         self.groups: dict[str, WorkerGroup[Any]] = {
-            role: group_of(role, path, config, shared) for role, path in paths.items()
+            role: group_of(role, path, config, self.shared) for role, path in paths.items()
         }
         self.processes: list[WorkerProcess] = []
         self._spawn()
@@ -185,6 +185,7 @@ class Training:
         """Kill all training ranks, and start new ranks with the run's initial weights."""
         for process in self.processes:
             process.kill()
+        self.shared.kept.forget()
         self._spawn()
         await self.build()
 
