@@ -330,6 +330,7 @@ class Trainer:
             with timer("update_actor"):
                 await self.collector.rollout.hold_weights()
                 metrics |= await self.update_actor(batch, minibatches)
+        await self.actor.drop_kept()
         self.step += 1
         with timer("sync_weights"):
             await self.sync_weights()
@@ -374,9 +375,14 @@ class Trainer:
         )
 
     async def with_reference_log_probs(self, batch: DataProto, reference: WorkerGroup[ReferenceWorker]) -> DataProto:
-        """Compute the log-probs of the reference model, and add the column `ref_log_probs` to the batch."""
+        """Compute the log-probs of the reference model, and add the column `ref_log_probs` to the batch.
+
+        The reference's hidden states for the exact KL stay on the ranks; the batch gets the places of its rows.
+        """
         budget = self.config.actor.max_tokens_per_microbatch
-        return batch.union(await reference.rows(ReferenceWorker.compute_log_probs, batch, FORWARD, max_tokens=budget))
+        keep = "ref_hidden" if self.config.algorithm.needs_full_kl else None
+        method = ReferenceWorker.compute_log_probs
+        return batch.union(await reference.rows(method, batch, FORWARD, max_tokens=budget, keep=keep))
 
     async def with_values(self, batch: DataProto, critic: WorkerGroup[CriticWorker]) -> DataProto:
         """Compute the critic's values, and add the values to the batch."""

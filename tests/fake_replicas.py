@@ -244,14 +244,14 @@ def fail_syncs(monkeypatch, error):
     monkeypatch.setattr(pool_module, "sync", sync)
 
 
-async def pool_of(size, monkeypatch, tasks, *, busy=False):
+async def pool_of(size, monkeypatch, tasks, *, busy=False, settled_nodes=None):
     """Return a pool and its fake replicas, which have weights of version 0.
 
-    With `busy`, each replica has one request.
+    With `busy`, each replica has one request. `settled_nodes` is the pool's function `settled`.
     """
     monkeypatch.setattr(pool_module, "sync", give_weights)
     replicas = Replicas(size, tasks)
-    pool = RolloutPool(replicas.all, tasks)
+    pool = RolloutPool(replicas.all, tasks, settled=settled_nodes)
     await pool.start()
     await pool.load(RANKS, 0, check=True)
     if busy:

@@ -30,6 +30,7 @@ from rltrain.data.model_directory import text_config
 from rltrain.settings.distillation_config import REFERENCE, TEACHER
 from rltrain.settings.schema import REWARD_MODEL, Config
 from workers.cluster import ray_daemons
+from workers.cluster.bundle_plan import ENVIRONMENT, REPLICA, TRAINING_RANK, bundle_groups, worker_resources
 from workers.cluster.daemon_threads import in_daemon_thread
 from workers.cluster.hangups import hangups_ignored
 from workers.cluster.liveness import Liveness
@@ -37,7 +38,7 @@ from workers.cluster.node_settings import Sharing
 from workers.cluster.processes import LocalProcess, Pending, RayProcess, Role, WorkerProcess, recorded_by, results
 from workers.cluster.ray_daemons import Daemons, RemoteDaemon
 from workers.cluster.ray_guard import RayGuard
-from workers.cluster.shared_devices import SharedDevices
+from workers.cluster.reservation import Reservation
 from workers.cluster.worker_process import Host
 from workers.environments.messages import Environments
 from workers.environments.pool import EnvironmentPool, EnvironmentReplica
@@ -61,7 +62,7 @@ ROLES = {
     TEACHER: "workers.training.teacher:TeacherWorker",
 }
 ENGINE = "workers.rollout.worker:RolloutWorker"
-ENVIRONMENT, ENVIRONMENT_WORKER = "environment worker", "workers.environments.worker:EnvironmentWorker"
+ENVIRONMENT_WORKER = "workers.environments.worker:EnvironmentWorker"
 _TOKEN = "RAY_AUTH_TOKEN"
 _TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))  # File from which Ray reads the authentication token.
 _TMP, _LONGEST_TMPDIR = "/tmp", 30
@@ -132,9 +133,9 @@ class Training:
         self, config: Config, paths: dict[str, str], spawns: Mapping[str, Callable[[int], WorkerProcess]]
     ) -> None:
         self.config, self.paths, self.spawns = config, paths, spawns
-        shared = SharedColumns()
+        self.shared = SharedColumns()
         self.groups: dict[str, WorkerGroup[Any]] = {
-            role: group_of(role, path, config, shared) for role, path in paths.items()
+            role: group_of(role, path, config, self.shared) for role, path in paths.items()
         }
         self.processes: list[WorkerProcess] = []
         self._spawn()
@@ -184,6 +185,7 @@ class Training:
         """Kill all training ranks, and start new ranks with the run's initial weights."""
         for process in self.processes:
             process.kill()
+        self.shared.kept.forget()
         self._spawn()
         await self.build()
 
@@ -197,7 +199,7 @@ class Workers:
         rewards: Pool of the reward workers.
         training: Processes of the training ranks, and one worker group for each role (such as actor or critic).
         reward_models: Worker group of each reward model, in the config's order.
-        devices: GPUs that training ranks and engines share, or None if no GPU is shared.
+        reservation: CPUs and GPUs of the training ranks and engines, or None if nothing is reserved.
         liveness: Monitor of the worker processes, or None if all roles are in the current process.
     """
 
@@ -205,7 +207,7 @@ class Workers:
     rewards: RewardPool
     training: Training
     reward_models: list[WorkerGroup[RewardModelWorker]]
-    devices: SharedDevices | None
+    reservation: Reservation | None
     liveness: Liveness | None
 
     @property
@@ -284,9 +286,9 @@ class Workers:
             self.rewards.close()
         if self.liveness is not None:
             self.liveness.kill_stopped()
-        if self.devices:
-            self.devices.free()
-            self.devices = None
+        if self.reservation:
+            self.reservation.free()
+            self.reservation = None
 
 
 def connect(config: Config) -> dict[str, float]:
@@ -540,39 +542,40 @@ async def start(
         environments: The environments and tools of the run; None if each answer is a trajectory of only one turn.
 
     Raises:
-        WorkerError: A worker process does not start within `placement.start_timeout_s` seconds.
+        ConfigError: The training ranks and engines do not fit on the nodes of the cluster.
+        WorkerError: A worker process does not start within `placement.start_timeout_s` seconds, or its CPUs and GPUs do
+            not become free within that time.
     """
-    devices = shared_devices(config)
+    roles = config.roles(needs_critic=needs_critic)
+    reservation = reserve(config, roles)
     engine = _Engine(path, stop_ids, environments)
     try:
-        return await _start(config, engine, tasks, needs_critic=needs_critic, devices=devices)
+        return await _start(config, engine, roles, tasks, reservation)
     except BaseException:
-        if devices:
-            devices.free()
+        if reservation:
+            reservation.free()
         raise
 
 
 async def _start(
     config: Config,
     engine: "_Engine",
+    roles: Sequence[str],
     tasks: BackgroundTasks,
-    *,
-    needs_critic: bool,
-    devices: SharedDevices | None,
+    reservation: Reservation | None,
 ) -> Workers:
-    roles = config.roles(needs_critic=needs_critic)
     judges = {f"{REWARD_MODEL} {model.name}": model.path for model in config.reward.models}
     models = judges | {teacher.role: teacher.path for teacher in config.algorithm.distillation.models}
     paths = {role: portable(models[role]) if role in models else engine.path for role in roles}
     start_all = _start_here if config.placement.launcher == "inprocess" else _start_on_ray
-    rewards, pool, training, liveness = await start_all(config, engine, paths, tasks, devices)
+    rewards, pool, training, liveness = await start_all(config, engine, paths, tasks, reservation)
     await training.build()
     await pool.start()
-    return Workers(pool, rewards, training, [training.groups[role] for role in judges], devices, liveness)
+    return Workers(pool, rewards, training, [training.groups[role] for role in judges], reservation, liveness)
 
 
 async def _start_here(
-    config: Config, engine: "_Engine", paths: dict[str, str], tasks: BackgroundTasks, _: SharedDevices | None
+    config: Config, engine: "_Engine", paths: dict[str, str], tasks: BackgroundTasks, _: Reservation | None
 ) -> "_Started":
     """Build all roles of a run in the current process."""
     threads = config.placement.threads_per_worker
@@ -598,7 +601,7 @@ async def _start_on_ray(
     engine: "_Engine",
     paths: dict[str, str],
     tasks: BackgroundTasks,
-    devices: SharedDevices | None,
+    reservation: Reservation | None,
 ) -> "_Started":
     """Start all worker processes of a run as Ray actors.
 
@@ -608,8 +611,7 @@ async def _start_on_ray(
         paths: Mapping from each role of the training ranks to its model, which is an absolute directory or
             `name@revision` on the hub.
         tasks: Collection of the run's background tasks, to which the workers add tasks.
-        devices: GPUs that rollout replicas share with training ranks. If `devices` is None, Ray chooses a GPU for each
-            process.
+        reservation: CPUs and GPUs of the training ranks and engines, or None if nothing is reserved.
     """
     placement, liveness = config.placement, liveness_of(config, tasks)
     rewards = RewardPool.on_ray(
@@ -619,7 +621,7 @@ async def _start_on_ray(
         start_timeout_s=placement.start_timeout_s,
         liveness=liveness,
     )
-    spawn_engine = spawner(config, "rollout replica", placement.most_replicas, liveness=liveness, devices=devices)
+    spawn_engine = spawner(config, REPLICA, placement.most_replicas, liveness=liveness, reservation=reservation)
 
     def start_engine(number: int) -> Building:
         return engine.build(spawn_engine(number), config, threaded=True)
@@ -636,7 +638,7 @@ async def _start_on_ray(
             return build(number, starts)
 
         make_replica = functools.partial(EnvironmentReplica, environments=EnvironmentPool(build_worker, count, tasks))
-    room = functools.partial(room_for, reserved_resources(config, "rollout replica"), liveness)
+    room = functools.partial(room_for, worker_resources(config, REPLICA, on_gpus=_has_gpus()), liveness)
     pool = RolloutPool(
         [
             make_replica(
@@ -650,12 +652,13 @@ async def _start_on_ray(
         tasks,
         sleeps=config.takes_turns,
         transport=config.rollout.weight_transport,
+        settled=liveness.nodes_settled,
     )
-    if devices and placement.share_ranks:
+    if placement.share_ranks and _has_gpus():
         await pool.start()  # engines must measure free GPU memory before training ranks allocate GPU memory
-    shared = "training rank" if placement.share_ranks else ""
+    shared = TRAINING_RANK if placement.share_ranks else ""
     spawns = {
-        name: spawner(config, name, placement.actor_ranks, liveness=liveness, devices=devices if shared else None)
+        name: spawner(config, name, placement.actor_ranks, liveness=liveness, reservation=reservation)
         for name in dict.fromkeys(shared or f"{role} rank" for role in paths)
     }
     return rewards, pool, Training(config, paths, {r: spawns[shared or f"{r} rank"] for r in paths}), liveness
@@ -728,25 +731,33 @@ def liveness_of(config: Config, tasks: BackgroundTasks) -> Liveness:
     )
 
 
-def shared_devices(config: Config) -> SharedDevices | None:
-    """Reserve the GPUs that training ranks and rollout replicas share.
+def reserve(config: Config, roles: Sequence[str]) -> Reservation | None:
+    """Reserve the CPUs and GPUs of all training ranks and engines that the run needs, in one Ray placement group.
+
+    Args:
+        config: The run's whole config.
+        roles: The roles of the training ranks, such as "actor".
 
     Returns:
-        The reserved GPUs, or None if the cluster has no GPUs or if processes do not share GPUs.
+        The reservation, or None if the processes of the run need no resources of Ray.
 
     Raises:
-        WorkerError: Too few GPUs become free within `placement.start_timeout_s` seconds.
+        ConfigError: The training ranks and engines do not fit on the nodes.
+        WorkerError: The resources do not become free within `placement.start_timeout_s` seconds.
     """
-    placement = config.placement
-    if placement.launcher == "inprocess" or not placement.share_ranks or not _has_gpus():
+    if config.placement.launcher == "inprocess":
         return None
-    cpus = 0.0 if placement.address == "local" else 1.0
-    count = max(placement.actor_ranks, placement.rollout_replicas)
-    return SharedDevices(count, cpus=cpus, limit_s=placement.start_timeout_s)
+    groups = bundle_groups(config, roles, on_gpus=_has_gpus())
+    return Reservation(groups, limit_s=config.placement.start_timeout_s) if groups else None
 
 
 def spawner(
-    config: Config, name: str, count: int, *, liveness: Liveness | None = None, devices: SharedDevices | None = None
+    config: Config,
+    name: str,
+    count: int,
+    *,
+    liveness: Liveness | None = None,
+    reservation: Reservation | None = None,
 ) -> Callable[[int], RayProcess]:
     """Return a function that takes the index of a worker (such as a training rank) and starts the worker's Ray actor.
 
@@ -756,18 +767,18 @@ def spawner(
             such as "training rank 0".
         count: Largest number of workers of the kind `name` that run at the same time. Each worker is one Ray actor.
         liveness: Monitor that observes the processes of the Ray actors.
-        devices: GPUs of the Ray actors, one GPU per Ray actor. If `devices` is None, Ray chooses among all GPUs with
-            enough free capacity.
+        reservation: CPUs and GPUs of the run. For a worker without a reserved bundle, Ray chooses a node with enough
+            free CPUs and GPUs.
     """
     import ray
 
-    concurrent = name.startswith(("rollout", ENVIRONMENT))
+    concurrent = name in (REPLICA, ENVIRONMENT)
     # If engines do not generate ahead of training, training ranks and engines compute at different times, so the active
     # processes may use all CPU cores. If engines generate ahead of training, training ranks and engines compute at the
     # same time and share the CPU cores.
     beside = count if not config.trainer.steps_ahead else config.placement.actor_ranks + config.placement.most_replicas
     has_gpus, local = _has_gpus(), config.placement.address == "local"
-    reserved = reserved_resources(config, name)
+    reserved = worker_resources(config, name, on_gpus=has_gpus)
     environment = {
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
@@ -781,7 +792,9 @@ def spawner(
     sharing = None
     if not local:
         gpus = reserved.get("GPU")
-        sharing = Sharing("GPU", gpus, beside, threads) if gpus else Sharing("CPU", reserved["CPU"], beside, threads)
+        shards = config.rollout.shards if name == REPLICA else 1
+        cpus = reserved["CPU"] / (1 if has_gpus else shards)
+        sharing = Sharing("GPU", gpus, beside, threads) if gpus else Sharing("CPU", cpus, beside, threads)
     # A training rank runs one call at a time, in the order of the calls. An engine must accept further calls while the
     # engine generates, and each environment worker may have one pending call to each engine.
     calls = 8 + config.placement.environment_workers if concurrent else 1
@@ -790,26 +803,14 @@ def spawner(
     remote = make(max_concurrency=calls, **resources)(Host)
 
     def spawn(number: int) -> RayProcess:
-        actor, label = remote.options(**devices.options(number)) if devices else remote, f"{name} {number}"
+        label = f"{name} {number}"
+        if liveness is not None:
+            liveness.daemons.check()  # if gcs_server has died, Ray's calls block for minutes
+        actor = remote.options(**reservation.options(label)) if reservation else remote
         host = actor.remote(environment | trace.environment(label), verbose=config.verbose, sharing=sharing)
         return RayProcess(host, label, liveness)
 
     return spawn
-
-
-def reserved_resources(config: Config, name: str) -> dict[str, float]:
-    """Return the CPUs and GPUs that Ray reserves for one worker.
-
-    Args:
-        config: The run's whole config.
-        name: Name of the kind of worker, such as "training rank" or "rollout replica".
-    """
-    # If an engine and a training rank share a GPU, the engine and the training rank each request half of the GPU.
-    share = 0.5 if config.placement.share_ranks else 1.0
-    reserved = {"CPU": 0.0 if config.placement.address == "local" else share}
-    if _has_gpus() and name != ENVIRONMENT:
-        reserved["GPU"] = share * (config.rollout.devices if name.startswith("rollout") else 1)
-    return reserved
 
 
 async def room_for(resources: Mapping[str, float], liveness: Liveness) -> None:

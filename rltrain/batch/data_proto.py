@@ -41,12 +41,14 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "ref_log_probs": ("response", "reference model's log-prob of the token, nats"),
     "entropies": ("response", "entropy of the actor's distribution before the update, nats"),
     "ref_hidden": ("response", "(N, H): the reference's last hidden state at the position that predicts the token"),
+    "ref_hidden_place": ("row", "int64, place of the row's `ref_hidden` on the rank that keeps it"),
     "full_kl": ("response", "exact KL of the actor from the reference model, computed before the update, nats"),
     "teacher_log_probs": ("response", "token's log-prob under the row's teacher, nats; undefined if `teacher` is -1"),
     "teacher_hidden": (
         "response",
         "(N, H): the teacher's last hidden state at the position that predicts the token; undefined if `teacher` is -1",
     ),
+    "teacher_hidden_place": ("row", "int64, place of the row's `teacher_hidden` on the rank that keeps it"),
     "teacher": ("row", "int64, index of the row's teacher in the config; -1 = no teacher has scored the row"),
     "selected": (
         "response",

@@ -15,7 +15,9 @@ from rltrain.data.hub import hub_name, portable
 from rltrain.data.model_weights import BUILTIN_MODEL
 from rltrain.rewards.loading import absolute
 from rltrain.run.checks import output_folder
+from rltrain.settings.algorithm_rules import needs_critic
 from rltrain.settings.schema import Config
+from workers.cluster.bundle_plan import MORE_ROOM, NoRoomError, bundle_groups, plan
 from workers.cluster.node_facts import NodeFacts, Questions, Silent, devices_here, facts_here, facts_of_nodes
 
 # Maximum number of seconds that a node may take to reply. Ray needs some seconds to start a process on a busy node.
@@ -115,7 +117,9 @@ def findings(config: Config, facts: Sequence[NodeFacts], silent: Sequence[Silent
             found += check(node, facts[0])
         found += _clock(node, facts[0], took_s)
     if facts:
-        found += _fit(config, facts)
+        fit = list(_fit(config, facts))
+        # If a node has too few CPUs or GPUs by itself, only that finding is reported.
+        found += [*fit, *(_room(config, facts) if all(one.passed for one in fit) else ())]
     return found
 
 
@@ -274,6 +278,18 @@ def _fit(config: Config, facts: Sequence[NodeFacts]) -> Iterator[CheckResult]:
             )
         elif node not in short:
             yield CheckResult(node.name, "CPUs", f"Ray counts {node.cpus:g} CPUs; the node has {node.cores} cores")
+
+
+def _room(config: Config, facts: Sequence[NodeFacts]) -> Iterator[CheckResult]:
+    """Check that the nodes have room for all training ranks and engines, if the nodes run nothing else."""
+    on_gpus = any(node.gpus for node in facts)
+    groups = bundle_groups(config, config.roles(needs_critic=needs_critic(config.algorithm)), on_gpus=on_gpus)
+    names = {str(number): node.name for number, node in enumerate(facts)}
+    nodes = {str(number): {"GPU": node.gpus, "CPU": node.cpus} for number, node in enumerate(facts)}
+    try:
+        plan(groups, nodes)
+    except NoRoomError as error:
+        yield CheckResult("cluster", "placement", error.described(names), MORE_ROOM)
 
 
 def _shared_folders(config: Config) -> dict[str, Path]:

@@ -179,7 +179,7 @@ def _check_columns(algorithm: AlgorithmConfig) -> None:
 
     for name in sorted(required_columns(algorithm.advantage_estimator, algorithm.loss_mode) - {"log_probs"}):
         require(
-            name in COLUMNS and name not in ("ref_hidden", "full_kl", "teacher", "teacher_log_probs", "teacher_hidden"),
+            name in COLUMNS and name != "full_kl" and not name.startswith(("ref_hidden", "teacher")),
             f"algorithm.loss_mode={algorithm.loss_mode}, advantage_estimator={algorithm.advantage_estimator}: one of "
             f"them reads the column '{name}', which does not exist in this run; rltrain/batch/data_proto.py lists all "
             "columns",

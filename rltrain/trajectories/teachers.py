@@ -19,12 +19,14 @@ from rltrain.data.prompts import Prompt
 from rltrain.settings.distillation_config import DistillationConfig, TeacherConfig
 from rltrain.settings.schema import Config
 from rltrain.trajectories.teacher_endpoint import TeacherEndpoint
+from workers.training.kept_columns import place_column
 from workers.training.shared_columns import FORWARD
 from workers.training.teacher import TeacherWorker
 from workers.training.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 Columns = dict[str, Tensor]
+PLACE = place_column("teacher_hidden")
 _NOBODY = -1  # Value of the column `teacher` in a row that no teacher has scored.
 
 
@@ -141,7 +143,8 @@ class Teacher:
         longest = max(batch.lengths("prompts")[rows] + batch.lengths("responses")[rows]).item()
         budget = max(self.config.actor.max_tokens_per_microbatch, int(longest))
         only = None if len(rows) == len(batch) else rows
-        return await group.rows(TeacherWorker.score_responses, batch, FORWARD, max_tokens=budget, only=only)
+        keep = "teacher_hidden" if self.config.algorithm.distillation.full else None
+        return await group.rows(TeacherWorker.score_responses, batch, FORWARD, max_tokens=budget, only=only, keep=keep)
 
     async def _at_endpoint(self, batch: DataProto, why: list[str]) -> tuple[DataProto, list[str]]:
         assert self.endpoint is not None, "a teacher must score either on the training ranks or through an endpoint"
@@ -183,6 +186,8 @@ class Teachers:
     async def scored(self, batch: DataProto, prompts: Sequence[Prompt]) -> tuple[DataProto, dict[str, float]]:
         """Add the columns `teacher`, `teacher_log_probs` and, for the exact KL, `teacher_hidden` to a batch.
 
+        If the teachers' ranks keep the hidden states, the batch gets the places of its rows instead.
+
         The column `teacher` is -1 in a row that the row's teacher could not score. For each teacher, the number of rows
         without a score and the most common reason for a missing score are logged.
 
@@ -206,7 +211,7 @@ class Teachers:
             self._report(teacher.teacher.name, why)
         missing = numbers.count(_NOBODY) / len(numbers)
         batch = batch.with_values("responses", **merged(batch, found))
-        batch = batch.union(DataProto.from_dict({"teacher": torch.tensor(numbers)}))
+        batch = batch.union(DataProto.from_dict({"teacher": torch.tensor(numbers)} | merged_places(batch, found)))
         return batch, {"actor/teacher_missing_fraction": missing}
 
     async def _score(
@@ -275,6 +280,7 @@ def merged(batch: DataProto, found: Sequence[tuple[list[int], DataProto]]) -> Co
     """
     lengths = batch.lengths("responses")
     names = {name for _, columns in found for name in columns.keys()}  # noqa: SIM118 (iterating a batch gives rows)
+    names.discard(PLACE)
     result: Columns = {}
     for name in sorted(names):
         parts = [(rows, columns.values(name)) for rows, columns in found]
@@ -293,6 +299,19 @@ def merged(batch: DataProto, found: Sequence[tuple[list[int], DataProto]]) -> Co
                 whole[at] = values
         result[name] = whole
     return result
+
+
+def merged_places(batch: DataProto, found: Sequence[tuple[list[int], DataProto]]) -> Columns:
+    """Merge the places of hidden states that the teachers' ranks keep, into one column for the whole batch.
+
+    The arguments are those of `merged`. If no hidden states are kept, the result is {}.
+    """
+    places = torch.full((len(batch),), -1)
+    for rows, columns in found:
+        if PLACE not in columns:
+            return {}
+        places[rows] = columns.batch[PLACE]
+    return {PLACE: places} if found else {}
 
 
 def several_contexts(batch: DataProto) -> list[str]:

@@ -59,10 +59,10 @@ def rows(output: Path) -> list[dict[str, float]]:
     ]
 
 
-def nodes_of(output: Path, start: str) -> set[str]:
-    """Return the nodes on which the processes whose names begin with `start` ran."""
+def nodes_of(output: Path, *starts: str) -> set[str]:
+    """Return the nodes on which the processes whose names begin with one of `starts` ran."""
     table = json.loads((output / "processes.json").read_text())
-    return {one["node"] for name, one in table.items() if name.startswith(start)}
+    return {one["node"] for name, one in table.items() if name.startswith(starts)}
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +96,10 @@ def test_a_submitted_job_on_three_hosts_equals_the_run_in_one_process(cluster, s
         "placement.reward_workers=2",
     )  # fmt: skip
     equal(rows(output), alone)
-    assert len(nodes_of(output, "actor rank")) >= 2
-    assert len(nodes_of(output, "actor rank") | nodes_of(output, "rollout")) == 3
+    # The ranks that share a copy of the model are on one host.
+    first, second = (nodes_of(output, *(f"actor rank {rank}" for rank in ranks)) for ranks in ((0, 1), (2, 3)))
+    assert len(first) == len(second) == 1
+    assert len(first | second | nodes_of(output, "rollout")) == 3
     assert (output / "model" / "config.json").is_file()
 
 
@@ -109,7 +111,9 @@ def test_colocated_ranks_that_share_sequences_equal_the_run_in_one_process(clust
         "placement.rollout_replicas=2",
     )  # fmt: skip
     equal(rows(output), alone)
-    assert len(nodes_of(output, "training rank") | nodes_of(output, "rollout")) >= 2
+    first, second = (nodes_of(output, *(f"training rank {rank}" for rank in ranks)) for ranks in ((0, 1), (2, 3)))
+    assert len(first) == len(second) == 1
+    assert first != second
 
 
 @pytest.mark.broad

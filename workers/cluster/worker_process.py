@@ -137,7 +137,7 @@ class Host:
             joins: One entry for each argument of the called method, in order: a `Join` if the argument arrives in
                 several parts, None if the argument arrives whole.
             args: The arguments of the called method, in order. An argument that arrives in several parts takes up
-                several elements of `args`, one for each part.
+                several elements of `args`, one for each part. A part can be an `InnerCall`.
             kwargs: Keyword arguments of the method.
         """
         from rltrain.batch.partial_batches import joined_rows
@@ -146,7 +146,11 @@ class Host:
         for join in joins:
             count = len(join.rows_of_parts) if join else 1
             parts, rest = rest[:count], rest[count:]
-            joined.append(joined_rows(parts, join.rows_of_parts, join.rows, join.columns) if join else parts[0])
+            if join:
+                parts = [self._argument(part) for part in parts]
+                joined.append(joined_rows(parts, join.rows_of_parts, join.rows, join.columns))
+            else:
+                joined.append(parts[0])
         return self.call(role, method, *joined, **kwargs)
 
     def introduce(self) -> progress.Process | None:

@@ -10,7 +10,7 @@ runs only while the cluster has CPUs and GPUs that no required process needs.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from rltrain.base.background_tasks import BackgroundTasks, Changes, cancelled
 from rltrain.base.errors import RLTrainError, SyncError, WorkerError, WorkerLost
@@ -38,6 +38,8 @@ class RolloutPool:
         replaces: Whether a dead replica is replaced. If `replaces` is False, the first death of a replica raises
             WorkerError.
         transport: How weights travel to the replicas; one of the values of `rollout.weight_transport`.
+        settled: Function that waits until Ray knows which nodes have ended. It is called before a new process replaces
+            a dead one, so that Ray does not place the new process on a node that has ended.
 
     Attributes:
         changes: Object that wakes the waiting coroutines of the pool and of its replicas after each change of state.
@@ -53,11 +55,12 @@ class RolloutPool:
         sleeps: bool = False,
         replaces: bool = True,
         transport: WeightTransport = "auto",
+        settled: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.replicas, self.sleeps, self.replaces = list(replicas), sleeps, replaces
         self.changes, self.started, self.asleep = Changes(), False, False
         self.transport: WeightTransport = transport
-        self._tasks = tasks
+        self._tasks, self._settled = tasks, settled
         self._lives = [tasks.start(one.live(self), f"rollout replica {one.number}") for one in self.replicas]
         self._queue: list[Sequence[HasKey]] = []  # Prompt groups that wait until a replica is ready.
         self._answers: list[Answer] = []
@@ -252,6 +255,8 @@ class RolloutPool:
         when = " after the update" if self.asleep else ""
         logger.warning("rollout replica %d %s: another process replaces it%s", replica.number, how, when)
         self.changes.notify()
+        if self._settled is not None:
+            await self._settled()
         await self.changes.until(lambda: not self.asleep)
 
     async def room_for(self, replica: Replica) -> None:

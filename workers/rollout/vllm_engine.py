@@ -395,6 +395,9 @@ class AsyncVLLM:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-events", daemon=True).start()
         arguments = engine_arguments(config, path, dtype, sleeps=sleep_level > 0)
+        if config.shards > 1:
+            # By default, vLLM starts its processes through Ray if this process uses a bundle of a placement group.
+            arguments["distributed_executor_backend"] = "mp"
         self.family: Family | None = None
         self.engine: AsyncLLM = self._run(self._start(AsyncEngineArgs(**arguments)))
         self.family = Family()

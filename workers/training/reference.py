@@ -13,6 +13,7 @@ from workers.models.fsdp import frozen, weights_device
 from workers.models.packed_forward import Pack, policy_output, row_pass
 from workers.models.row_isolation import load_policy
 from workers.models.weight_shards import local_shard, move_weights, weight_groups
+from workers.training.kept_columns import KeptColumns
 from workers.training.rank_state import RankState, Saved
 from workers.training.teacher import TeacherWorker
 
@@ -28,7 +29,7 @@ class ReferenceWorker(TeacherWorker):
     """
 
     def __init__(self, config: Config, path: str) -> None:
-        self.config, self.path, self.where = config, path, f"model.path={path}"
+        self.config, self.path, self.where, self.kept = config, path, f"model.path={path}", KeptColumns()
         self._load_start()
 
     def _load_start(self) -> None:
@@ -47,12 +48,18 @@ class ReferenceWorker(TeacherWorker):
         self.state = RankState("reference", self.model, None)
         self.changed = False
 
-    def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
+    def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]], keep: int | None = None) -> DataProto:
         """Compute the outputs of the reference model that the KL terms need.
+
+        Args:
+            batch: the rows that this rank reads.
+            microbatches: row indices of each forward pass.
+            keep: number under which this rank keeps the hidden states; None to return them.
 
         Returns:
             A batch whose rows are in the order of `microbatches`. The batch has the column `ref_log_probs` if the KL is
-            estimated from samples, and the column `ref_hidden` (the last hidden states) if the KL is exact.
+            estimated from samples. If the KL is exact, the batch has the column `ref_hidden` (the last hidden states),
+            or the places of the kept hidden states.
         """
         algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
 
@@ -61,7 +68,8 @@ class ReferenceWorker(TeacherWorker):
             found = {"ref_log_probs": output.log_probs} if algorithm.needs_ref_log_probs else {}
             return found if output.hidden is None else found | {"ref_hidden": output.hidden}
 
-        return row_pass(self.model, columns, batch, microbatches, share=self.config.actor.share_prefixes)
+        found = row_pass(self.model, columns, batch, microbatches, share=self.config.actor.share_prefixes)
+        return self.kept.keep(found, "ref_hidden", keep)
 
     def refresh(self, number: int, shards: Sequence[Tensor]) -> None:
         """Set a group of this rank's weights to a * actor + (1 - a) * reference (TR-DPO, arXiv 2404.09656, section 3).

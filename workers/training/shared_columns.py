@@ -11,6 +11,7 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.batch.shared_starts import SharedStarts, shared_starts
 from rltrain.settings.algorithm_config import AlgorithmConfig
 from workers.cluster.processes import Shared, WorkerProcess
+from workers.training.kept_columns import KeptPlaces
 
 # Names of the columns that a forward pass reads. Only batches of conversations have the column `context_starts`.
 FORWARD = ("prompts", "responses", "context_starts")
@@ -83,6 +84,7 @@ class SharedColumns:
     def __init__(self) -> None:
         self._sources: dict[str, DataProto] = {}  # Maps each column to a batch with all rows of the column.
         self._parts: dict[int, list[_Part]] = {}  # Maps each receiver to the `_Part` objects stored for it.
+        self.kept = KeptPlaces()  # The columns that the ranks keep instead of sending them to the driver.
         self._starts: tuple[DataProto, SharedStarts] | None = None  # The last result of `starts`, and its batch.
 
     def starts(self, batch: DataProto) -> SharedStarts:

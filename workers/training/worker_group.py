@@ -69,12 +69,13 @@ class WorkerGroup(Generic[W_co]):
 
     async def rows(
         self,
-        method: Callable[[W_co, DataProto, list[RowIndices]], DataProto],
+        method: Callable[Concatenate[W_co, DataProto, list[RowIndices], ...], DataProto],
         batch: DataProto,
         columns: Sequence[str],
         *,
         max_tokens: int,
         only: Sequence[int] | None = None,
+        keep: str | None = None,
     ) -> DataProto:
         """Compute new columns of a batch that is split over the ranks, and return the columns in the batch's row order.
 
@@ -85,6 +86,8 @@ class WorkerGroup(Generic[W_co]):
             max_tokens: maximum number of tokens of a micro-batch on one rank.
             only: indices of the rows to process, at least one, in ascending order. If `only` is None, all rows are
                 processed.
+            keep: name of a computed column that the ranks keep until `drop_kept`, so that it does not pass through the
+                driver. The result has the places of its rows instead. Ranks in the driver's own process keep nothing.
         """
         lengths, work, starts = self.costs(batch)
         chosen = range(len(batch)) if only is None else only
@@ -98,10 +101,21 @@ class WorkerGroup(Generic[W_co]):
         if only is not None:
             parts = [[[chosen[row] for row in rows] for rows in rank] for rank in parts]
         read = [rows_read(own, lengths) for own in parts]
-        shares = self.shared.share(batch, columns, read, self.ranks[0].process)
-        given = [(share, renumbered(own, rows)) for share, own, rows in zip(shares, parts, read, strict=True)]
-        pending = [rank.start(method, share, own) for rank, (share, own) in self._split(given)]
-        return collect_rows(await self._collect(pending), parts)
+        shares = await self._shares(self.shared, batch, columns, read)
+        own = self._split([renumbered(own, rows) for own, rows in zip(parts, read, strict=True)])
+        number = self.shared.kept.next_number() if keep is not None and self.ranks[0].process.concurrent else None
+        extra = {} if number is None else {"keep": number}
+        given = zip(self.ranks, shares, own, strict=True)
+        found = await self._collect([rank.start(method, share, rows, **extra) for rank, share, rows in given])
+        if keep is not None and number is not None:
+            found = [
+                self.shared.kept.register(part, keep, number, self._together(place)) for place, part in enumerate(found)
+            ]
+        return collect_rows(found, parts)
+
+    async def drop_kept(self) -> None:
+        """Let all ranks of all roles free the memory of the columns that they keep."""
+        await self.shared.kept.drop()
 
     async def update(
         self,
@@ -124,8 +138,9 @@ class WorkerGroup(Generic[W_co]):
             args: arguments that are passed to the method after the batches and mini-batches.
             kwargs: keyword arguments that are passed to the method.
         """
-        given, overhead = self._minibatches(self.shared, batch, columns, minibatches, max_tokens)
-        pending = [rank.start(method, share, own, *args, **kwargs) for rank, (share, own) in self._split(given)]
+        given, overhead = await self._minibatches(self.shared, batch, columns, minibatches, max_tokens)
+        parts = zip(self.ranks, given, strict=True)
+        pending = [rank.start(method, share, own, *args, **kwargs) for rank, (share, own) in parts]
         return sum_updates(await self._collect(pending)) | overhead
 
     async def update_with_supervised(
@@ -155,17 +170,17 @@ class WorkerGroup(Generic[W_co]):
             args: arguments that are passed to the method after the batches and mini-batches.
             kwargs: keyword arguments that are passed to the method.
         """
-        given, overhead = self._minibatches(self.shared, batch, columns, minibatches, max_tokens)
+        given, overhead = await self._minibatches(self.shared, batch, columns, minibatches, max_tokens)
         uids, answered = batch.batch["uid"].tolist(), supervised.batch["uid"].tolist()
         rows = rows_of_same_groups(uids, minibatches, answered)
         # The supervised answers need their own `SharedColumns` object, because their columns have the same names as the
         # columns of the batch, and a `SharedColumns` object distinguishes columns only by name.
-        answers, _ = self._minibatches(SharedColumns(), supervised, SUPERVISED, rows, max_tokens)
-        parts = [(*sampled, *taught) for sampled, taught in zip(given, answers, strict=True)]
-        pending = [rank.start(method, *part, *args, **kwargs) for rank, part in self._split(parts)]
+        answers, _ = await self._minibatches(SharedColumns(), supervised, SUPERVISED, rows, max_tokens)
+        parts = zip(self.ranks, given, answers, strict=True)
+        pending = [rank.start(method, *sampled, *taught, *args, **kwargs) for rank, sampled, taught in parts]
         return sum_updates(await self._collect(pending)) | overhead
 
-    def _minibatches(
+    async def _minibatches(
         self,
         shared: SharedColumns,
         batch: DataProto,
@@ -177,32 +192,40 @@ class WorkerGroup(Generic[W_co]):
 
         Returns:
             A list with the ranks' shares of the work, and a dictionary of metrics. The list has one entry for each
-            rank, or for each set of ranks that split the same packs. An entry is a pair: the rows that the rank reads,
-            and the rank's parts of the mini-batches. The row indices in a rank's part of a mini-batch are indices into
-            the rows that the rank reads. The metrics measure the overhead that is caused by splitting the mini-batches
-            over the ranks.
+            rank. An entry is a pair: the rows that the rank reads, and the rank's parts of the mini-batches. The row
+            indices in a rank's part of a mini-batch are indices into the rows that the rank reads. The metrics measure
+            the overhead that is caused by splitting the mini-batches over the ranks.
         """
         lengths, work, starts = self.costs(batch)
         tokens = max_tokens * self.sequence_ranks
         by_rank = split_minibatches(batch, lengths, minibatches, self.size, tokens, work=work, starts=starts)
         read = [rows_read([rows for one in own for rows in one.microbatches], lengths) for own in by_rank]
-        shares = shared.share(batch, columns, read, self.ranks[0].process)
-        given = [
-            (share, [replace(one, microbatches=renumbered(one.microbatches, rows)) for one in own])
-            for share, own, rows in zip(shares, by_rank, read, strict=True)
+        shares = await self._shares(shared, batch, columns, read)
+        own = [
+            [replace(one, microbatches=renumbered(one.microbatches, rows)) for one in own]
+            for own, rows in zip(by_rank, read, strict=True)
         ]
+        given = list(zip(shares, self._split(own), strict=True))
         return given, overhead_metrics(by_rank, lengths, work, starts)
 
-    def _split(self, parts: Sequence[R]) -> list[tuple[Role[W_co], R]]:
-        """Pair each rank with the part of the batch that the rank processes.
+    async def _shares(
+        self, shared: SharedColumns, batch: DataProto, columns: Sequence[str], rows: Sequence[RowIndices]
+    ) -> list[DataProto]:
+        """Return the rows and columns that each rank reads, including columns that other ranks keep."""
+        shares = self._split(shared.share(batch, columns, rows, self.ranks[0].process))
+        return await shared.kept.added(shares, self.ranks, batch, columns)
 
-        Ranks that split a pack's tokens together get the same part of the batch.
-        """
-        return [(rank, parts[number // self.sequence_ranks]) for number, rank in enumerate(self.ranks)]
+    def _split(self, parts: Sequence[R]) -> list[R]:
+        """Return the part of each rank. Ranks that split a pack's tokens together get the same part."""
+        return [parts[number // self.sequence_ranks] for number in range(len(self.ranks))]
+
+    def _together(self, place: int) -> Sequence[Role[W_co]]:
+        """Return the ranks that split the same packs."""
+        return self.ranks[place * self.sequence_ranks : (place + 1) * self.sequence_ranks]
 
     async def _collect(self, pending: Sequence[Pending[R]]) -> list[R]:
         """Wait for the results of all ranks, and return one result for each set of ranks that split the same packs."""
-        return (await results(pending))[:: self.sequence_ranks]
+        return (await results(pending, depends_on=self.shared.kept.processes))[:: self.sequence_ranks]
 
     def costs(self, batch: DataProto) -> tuple[list[int], list[int], SharedStarts | None]:
         """Return each row's number of tokens in a pack, each row's estimated computation, and the rows' shared tokens.

@@ -127,12 +127,13 @@ def _fixed(name: str, count: int, size: float) -> ProcessMemory:
 def _driver(config: Config, models: ModelFacts) -> ProcessMemory:
     """Return the memory of the driver together with Ray's daemons.
 
-    For exact KLs, the driver's batch contains hidden states of all response tokens, and the copy that the driver sends
-    to the ranks of the actor is in Ray's object store.
+    For exact KLs, the driver's batch contains the hidden states of all response tokens if all roles run in the driver's
+    process. Otherwise the hidden states stay in the processes of the training ranks.
     """
+    here = config.placement.launcher == "inprocess"
     rollout, rows = config.rollout, config.trainer.prompts_per_step * config.rollout.samples_per_prompt
     widths = sum(hidden_columns(config, models.shape, models.others))
-    size = 2 * rows * rollout.max_response_length * widths * WIDTHS[config.model.dtype]
+    size = here * rows * rollout.max_response_length * widths * WIDTHS[config.model.dtype]
     hidden = Part("hidden states of a step", size, f"lower trainer.prompts_per_step={config.trainer.prompts_per_step}")
     own = Part("process", DRIVER)
     phases = {phase: (own, hidden) if size and phase in (LOG_PROBS, UPDATE) else (own,) for phase in PHASES}

@@ -219,6 +219,8 @@ class RankMemory:
             return [*states, self.loading()]
         if phase == LOG_PROBS:
             return [*states, *self.largest([self.sent(role)] for role in self.roles if role.name != "actor")]
+        if phase == UPDATE:
+            return [*states, *self.kept()]
         return [*states, *self.saving()] if phase == SAVE else states
 
     def states(self, phase: str) -> list[Part]:
@@ -324,13 +326,34 @@ class RankMemory:
         return Part("hidden states for the exact KL", size, self.fewer(role))
 
     def sent(self, role: RoleMemory) -> Part:
-        """Return the hidden states for exact KLs that a role computes in one training step, before it sends them.
+        """Return the hidden states for exact KLs that a role computes in one training step.
 
         The hidden states of all forward passes are collected, and then copied into one column.
         """
+        return self._of_step(2 * role.hidden)
+
+    def kept(self) -> list[Part]:
+        """Return the hidden states for exact KLs that the rank keeps or reads during the update of the actor.
+
+        A rank of a teacher keeps the hidden states that it has computed. A rank of the actor gets copies of the hidden
+        states that it reads, and joins the copies into one column. Each row has one teacher, so the plan counts only
+        the teacher with the widest hidden states. If all roles run in the driver's process, the plan counts the hidden
+        states there.
+        """
+        if self.config.placement.launcher == "inprocess":
+            return []
+        actor, reference = (
+            sum(role.hidden for role in self.roles if role.name == name) for name in ("actor", REFERENCE)
+        )
+        others = [role.hidden for role in self.roles if role.name not in ("actor", REFERENCE)]
+        width = 2 * actor + reference + max(others, default=0)
+        return [self._of_step(width)] if width else []
+
+    def _of_step(self, width: int) -> Part:
+        """Return the memory of `width` elements for each response token that the rank processes in a step."""
         config = self.config
         rows = -(-config.trainer.prompts_per_step * config.rollout.samples_per_prompt // config.placement.actor_ranks)
-        size = 2 * rows * config.rollout.max_response_length * role.hidden * self.compute
+        size = rows * config.rollout.max_response_length * width * self.compute
         return Part("hidden states of a step", size, self.more_ranks)
 
     def _response_tokens(self, role: RoleMemory) -> float:

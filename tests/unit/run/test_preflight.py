@@ -105,6 +105,33 @@ def test_an_engine_must_fit_on_one_node_even_if_the_cluster_is_large_enough():
     ]
 
 
+def test_ranks_and_engines_for_which_the_nodes_have_no_room_together_are_refused():
+    overrides = ["placement=disaggregated", "rollout.vllm.tensor_parallel_size=6", "placement.rollout_replicas=2"]
+    config, _ = compose([*overrides, "placement.actor_ranks=4"])
+    assert failed(config, {}) == []
+    config, _ = compose([*overrides, "placement.actor_ranks=5"])
+    assert failed(config, {}) == [
+        "cluster: placement: actor rank 4 needs 1 GPU and 1 CPU on one node; beside the other ranks and engines, "
+        "one (10.0.0.1) lacks 1 GPU, node2 (10.0.0.2) lacks 1 GPU; use fewer ranks or engines, a smaller "
+        "rollout.vllm.tensor_parallel_size, or more or larger nodes"
+    ]
+    config, _ = compose(
+        ["placement=disaggregated", "rollout.vllm.tensor_parallel_size=6", "placement.rollout_replicas=2"]
+    )
+    four = {"gpus": 4.0, "torch_gpus": 4}
+    (found,) = failed(config, four, four)
+    assert "rollout replica 1 needs 6 GPUs and 1 CPU on one node; beside the other ranks and engines, node2" in found
+
+
+def test_on_nodes_without_gpus_the_shards_of_an_engine_need_cpus_of_one_node():
+    overrides = ["placement=disaggregated", "rollout.vllm.tensor_parallel_size=2", "placement.rollout_replicas=4"]
+    bare = {"gpus": 0.0, "torch_gpus": 0, "cpus": 3.0}
+    (found,) = failed(compose(overrides)[0], bare, bare, first=replace(HEALTHY, **bare))
+    assert (
+        "rollout replica 3 needs 2 CPUs on one node; beside the other ranks and engines, one (10.0.0.1) lacks" in found
+    )
+
+
 def test_on_a_cluster_of_cpus_a_node_without_cpus_is_refused(config):
     bare = {"gpus": 0.0, "torch_gpus": 0}
     (found,) = failed(config, bare | {"cpus": 0.0}, first=replace(HEALTHY, **bare))

@@ -13,7 +13,6 @@ from rltrain.base.errors import WorkerError
 from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID
 from workers import placement
-from workers.cluster.shared_devices import SharedDevices
 
 
 @pytest.fixture
@@ -77,17 +76,17 @@ class Noted:
     def workers(self):
         rollout = SimpleNamespace(close=self._closed)
         rewards = SimpleNamespace(close=lambda: self.how.append("rewards"))
-        devices = SimpleNamespace(free=lambda: self.how.append("devices"))
-        return placement.Workers(rollout, rewards, None, [], devices, None)
+        reservation = SimpleNamespace(free=lambda: self.how.append("reservation"))
+        return placement.Workers(rollout, rewards, None, [], reservation, None)
 
 
 @pytest.mark.parametrize(
     ("error", "how"),
     [
-        (None, ["engines closed", "rewards", "devices"]),
-        (WorkerError("broke"), ["engines closed", "rewards", "devices"]),
-        (KeyboardInterrupt(), ["rewards", "devices"]),
-        (asyncio.CancelledError(), ["rewards", "devices"]),
+        (None, ["engines closed", "rewards", "reservation"]),
+        (WorkerError("broke"), ["engines closed", "rewards", "reservation"]),
+        (KeyboardInterrupt(), ["rewards", "reservation"]),
+        (asyncio.CancelledError(), ["rewards", "reservation"]),
     ],
 )
 async def test_engines_may_finish_what_they_do_unless_the_run_is_to_stop_at_once(error, how):
@@ -110,55 +109,40 @@ def test_a_ray_of_its_own_has_the_cores_that_may_be_used(monkeypatch, tmp_path):
     assert asked["num_cpus"] == 12
 
 
-def test_devices_of_one_machine_are_numbered_one_after_the_other(monkeypatch):
-    """Ray assigns the bundles of a large placement group to machines in arbitrary order.
-
-    Machines with more devices must come first in the numbering of devices.
-    """
-    nodes = {0: "b", 1: "a", 2: "b", 3: "a", 4: "a", 5: "c"}
-    asked = []
-
-    def group(bundles, *, strategy):
-        asked.append((bundles, strategy))
-        return SimpleNamespace(ready=lambda: "ready")
-
-    monkeypatch.setattr(ray.util, "placement_group", group)
-    monkeypatch.setattr(ray, "wait", lambda pending, *, timeout: (pending, []))
-    monkeypatch.setattr(ray.util, "placement_group_table", lambda _: {"bundles_to_node_id": nodes})
-    devices = SharedDevices(6, cpus=1.0, limit_s=9.0)
-    assert asked == [([{"GPU": 1.0, "CPU": 1.0}] * 6, "PACK")]
-    assert devices.bundles == [1, 3, 4, 0, 2, 5]
-    assert devices.options(2)["scheduling_strategy"].placement_group_bundle_index == 4
-
-
-@pytest.mark.parametrize("interrupted", [True, False])
-def test_devices_that_are_not_waited_for_to_the_end_are_given_up(monkeypatch, interrupted):
-    def wait(pending, *, timeout):
-        if interrupted:
-            raise KeyboardInterrupt
-        return [], pending
-
-    removed = []
-    monkeypatch.setattr(ray.util, "placement_group", lambda *_, **__: SimpleNamespace(ready=lambda: "ready"))
-    monkeypatch.setattr(ray.util, "remove_placement_group", removed.append)
-    monkeypatch.setattr(ray, "wait", wait)
-    with pytest.raises(KeyboardInterrupt if interrupted else WorkerError):
-        SharedDevices(6, cpus=0.0, limit_s=9.0)
-    assert len(removed) == 1
-
-
 @pytest.mark.parametrize(
-    ("overrides", "gpus", "count"),
+    ("overrides", "gpus", "workers"),
     [
-        (["placement.actor_ranks=3"], 8.0, 3),
-        (["placement.rollout_replicas=5"], 8.0, 5),
-        (["placement.actor_ranks=3"], 0.0, None),
-        (["placement.share_ranks=false"], 8.0, None),
+        (["placement.actor_ranks=2"], 8.0, ["training rank 0", "rollout replica 0", "training rank 1"]),
+        (["placement.share_ranks=false"], 8.0, ["rollout replica 0", "actor rank 0"]),
+        (["placement.actor_ranks=2"], 0.0, None),
+        (["placement=disaggregated"], 0.0, ["rollout replica 0", "actor rank 0"]),
         (["placement=inprocess", "rollout=hf"], 8.0, None),
     ],
 )
-def test_only_ranks_and_engines_that_share_gpus_have_them_set_aside(monkeypatch, overrides, gpus, count):
+def test_the_devices_of_all_ranks_and_engines_are_reserved_unless_they_need_none(monkeypatch, overrides, gpus, workers):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": gpus})
-    monkeypatch.setattr(placement, "SharedDevices", lambda count, **limits: (count, limits))
-    expected = None if count is None else (count, {"cpus": 0.0, "limit_s": 300.0})
-    assert placement.shared_devices(compose(overrides)[0]) == expected
+    monkeypatch.setattr(placement, "Reservation", lambda groups, *, limit_s: (groups, limit_s))
+    reservation = placement.reserve(compose(overrides)[0], ["actor"])
+    if workers is None:
+        assert reservation is None
+    else:
+        groups, limit_s = reservation
+        assert [worker for group in groups for one in group.bundles for worker in one.workers] == workers
+        assert limit_s == 300.0
+
+
+def test_a_worker_starts_on_its_bundle_with_the_share_of_the_device_that_its_kind_needs(monkeypatch):
+    asked = []
+
+    def remote(**options):
+        asked.append(options)
+        actor = SimpleNamespace(remote=lambda *_, **__: None)
+        return lambda _: SimpleNamespace(options=lambda **options: asked.append(options) or actor)
+
+    monkeypatch.setattr(ray, "remote", remote)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 64.0, "GPU": 8.0})
+    reservation = SimpleNamespace(options=lambda worker: {"bundle of": worker})
+    config = compose(["placement=colocated"])[0]
+    placement.spawner(config, "rollout replica", 4, reservation=reservation)(3)
+    assert (asked[0]["num_gpus"], asked[0]["num_cpus"]) == (0.5, 0.5)
+    assert asked[1] == {"bundle of": "rollout replica 3"}

@@ -222,7 +222,7 @@ def test_an_actor_keeps_the_whole_output_head_of_each_teacher_for_the_exact_kl()
     assert "output heads of other models" not in sizes(sampled.states("start"))
 
 
-def test_hidden_states_for_the_exact_kl_count_on_teachers_the_driver_and_the_actor():
+def test_hidden_states_for_the_exact_kl_count_on_teachers_and_on_the_actor_and_not_on_the_driver():
     made = rank(*DISTILL, "actor.max_tokens_per_microbatch=8", others=TEACHERS)
     # Four rows with two response tokens each, in the float32 column and the parts from which the column is made.
     assert sizes(made.host("log-probs"))["hidden states of a step"] == 2 * 8 * 6 * 4
@@ -231,12 +231,21 @@ def test_hidden_states_for_the_exact_kl_count_on_teachers_the_driver_and_the_act
     halves = rank(*DISTILL, "placement.actor_ranks=2", others=TEACHERS)
     assert sizes(halves.host("log-probs"))["hidden states of a step"] == 2 * 4 * 6 * 4
     exact = [*DISTILL, "algorithm.kl_loss.kl_loss_coef=1", "algorithm.kl_loss.kl_estimator=full"]
-    for overrides, widths in ((DISTILL, 6), (exact, 6 + 4)):
+    # The actor gets copies and joins them: 6 elements of the widest teacher, and 4 of the reference model's own KL. The
+    # teachers on the rank keep 6 elements, and the reference model, which is also a teacher, keeps 4.
+    for overrides, width in ((DISTILL, 2 * 6 + 6 + 4), (exact, 2 * (6 + 4) + 6 + 4)):
+        assert sizes(rank(*overrides, others=TEACHERS).host("update"))["hidden states of a step"] == 8 * width * 4
         _, plan = plan_of(*SMALL, *overrides, others=TEACHERS)
-        driver = plan.processes[-1]
-        for phase in PHASES:
-            size = sizes(driver.host[phase]).get("hidden states of a step", 0)
-            assert size == (2 * 8 * widths * 4 if phase in ("log-probs", "update") else 0)
+        assert not [part for phase in PHASES for part in plan.processes[-1].host[phase] if "hidden" in part.what]
+
+
+def test_without_ray_the_driver_has_the_hidden_states_for_the_exact_kl():
+    _, plan = plan_of(*SMALL, *DISTILL, "placement=inprocess", "rollout=hf", others=TEACHERS)
+    driver = plan.processes[-1]
+    for phase in PHASES:
+        size = sizes(driver.host[phase]).get("hidden states of a step", 0)
+        assert size == (8 * 6 * 4 if phase in ("log-probs", "update") else 0)
+    assert "hidden states of a step" not in sizes(plan.processes[0].host["update"])
 
 
 def test_without_an_exact_kl_no_hidden_states_count():

@@ -35,6 +35,22 @@ def made(monkeypatch, tasks):
     return lambda size: pool_of(size, monkeypatch, tasks)
 
 
+async def test_a_dead_replica_is_replaced_only_when_ray_knows_which_nodes_have_ended(monkeypatch, tasks):
+    noticed = asyncio.Event()
+    pool, replicas = await pool_of(2, monkeypatch, tasks, settled_nodes=noticed.wait)
+    started = replicas.started
+    replicas.processes[0].die()
+    await settled()
+    assert (replicas.started, replicas.states) == (started, [ReplicaState.DEAD, ReplicaState.SERVING])
+    pool.submit([[request(1)]])
+    assert await keys_of(pool) == []
+    replicas.processes[1].answer((1, 0))
+    assert await keys_of(pool) == [(1, 0)]  # the other replica serves meanwhile
+    noticed.set()
+    await settled()
+    assert (replicas.started, replicas.states[0]) == (started + 1, ReplicaState.STARTING)
+
+
 async def test_a_replica_that_dies_is_replaced_and_works_again_with_the_weights_of_now_only(made, monkeypatch):
     pool, replicas = await made(2)
     pool.submit([[request(0), request(0, 1)], [request(1)]])
