@@ -21,7 +21,7 @@ def value_model(path: str) -> Any:
         MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     )
 
-    kind = read_json(local_directory(path) / "config.json").get("model_type")
+    kind = str(read_json(local_directory(path) / "config.json").get("model_type"))
     if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES or kind not in CONFIG_MAPPING:
         return AutoModelForTokenClassification
     policy = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[kind], None)
@@ -35,17 +35,19 @@ def _token_classifier(policy: Any) -> Any:
     from transformers.modeling_layers import GenericForTokenClassification
 
     family: Any = next(base for base in policy.__mro__ if base.__name__.endswith("PreTrainedModel"))
+    generic: Any = GenericForTokenClassification
 
-    class TokenClassifier(GenericForTokenClassification, family):  # type: ignore[misc]
+    class TokenClassifier(generic, family):  # type: ignore[misc]
         base_model_prefix = policy.base_model_prefix
         # transformers ignores its table of renamed and merged weights for classes of other modules.
         __module__ = policy.__module__
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
+            head: nn.Linear = self.score  # type: ignore[has-type]
             # Some OPT models project their last hidden states to another width.
-            width = getattr(config, "word_embed_proj_dim", self.score.in_features)
-            self.score = nn.Linear(width, config.num_labels, dtype=self.score.weight.dtype)
+            width: int = getattr(config, "word_embed_proj_dim", head.in_features)
+            self.score = nn.Linear(width, config.num_labels, dtype=head.weight.dtype)
 
         @classmethod
         def from_config(cls, config: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
