@@ -281,8 +281,19 @@ def run(config: Config, args: Args, heartbeat: Heartbeat, lock: RunLock) -> int:
         overrides=[*(f"--config={file}" for file in args.files), *args.overrides],
         finished=status == 0,
         rewarded=bool(config.reward.components),
+        evaluated=evaluated_prompts(config, prompts),
     )
     return status
+
+
+def evaluated_prompts(config: Config, prompts: PromptSet) -> str:
+    """Return the name of the prompts of `data.val` in the output: held-out prompts, or prompts of the training data."""
+    from rltrain.monitoring.console import HELD_OUT, TRAINING_DATA
+    from rltrain.run.plan import is_training_data
+
+    source = config.data.val
+    trained = source is not None and is_training_data(config, source, own_splits=prompts.own_splits)
+    return TRAINING_DATA if trained else HELD_OUT
 
 
 def load(
@@ -342,7 +353,12 @@ def train(
 
     own = config.trainer
     display = ConsoleDisplay(
-        own.total_steps, own.sample_every, heartbeat, components=config.reward.names, text_of=text_of
+        own.total_steps,
+        own.sample_every,
+        heartbeat,
+        components=config.reward.names,
+        evaluated=evaluated_prompts(config, prompts),
+        text_of=text_of,
     )
     with Signals() as signals, display:
         tracker = Tracker(

@@ -138,7 +138,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _near(name: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _persistently(call: Callable[[], Any]) -> Any:

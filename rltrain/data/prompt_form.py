@@ -244,7 +244,7 @@ def require_column(name: str, columns: Sequence[str], given: str, where: str, mo
         more: text for the end of the error message.
     """
     near = difflib.get_close_matches(name, columns, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = f" (did you mean {near[0]}?)" if near else ""
     require(
         name in columns,
         f"{given}: {where} has no column '{name}'; the columns are {', '.join(columns) or 'none'}{hint}{more}",

@@ -35,6 +35,9 @@ PLAIN_EVERY, PLAIN_EVERY_S = 10, 10.0
 TIMED_STEPS = 20  # The remaining time of a run is estimated from its 20 most recent steps.
 
 
+HELD_OUT, TRAINING_DATA = "held-out", "training-data"
+
+
 class ConsoleDisplay:
     """Display of the progress of a run: a live progress bar on a terminal, and lines of text in a file or pipe.
 
@@ -43,6 +46,7 @@ class ConsoleDisplay:
         sample_every: number of training steps between two printed samples; 0 prints no samples.
         heartbeat: the heartbeat of the run, to whose console the display writes.
         components: names of the reward functions and reward models.
+        evaluated: what the evaluation set of `data.val` contains, `HELD_OUT` or `TRAINING_DATA`.
         text_of: function that converts token ids to text, including special tokens. If `text_of` is None, samples are
             shown without special tokens.
     """
@@ -54,11 +58,12 @@ class ConsoleDisplay:
         heartbeat: Heartbeat,
         *,
         components: Sequence[str] = (),
+        evaluated: str = HELD_OUT,
         text_of: Callable[[list[int]], str] | None = None,
     ) -> None:
         self.total_steps, self.sample_every = total_steps, sample_every
         self.heartbeat, self.console = heartbeat, heartbeat.console
-        self.components, self.text_of = components, text_of
+        self.components, self.evaluated, self.text_of = components, evaluated, text_of
         self.steps = StatusLine("step", total_steps, self.time_left)
         self.live = Live(self.steps, console=self.console, transient=True)
         self.failures_seen = False
@@ -189,7 +194,7 @@ class ConsoleDisplay:
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Print the results of an evaluation, one line per evaluation set."""
         for name in evaluated_sets(metrics):
-            print_lines(self.console, evaluation_text(step, name, metrics))
+            print_lines(self.console, evaluation_text(step, name, metrics, self.evaluated))
 
     def warning(self, text: str) -> None:
         """Print a warning as one coloured line."""
@@ -265,7 +270,7 @@ def _short(name: str, limit: int | None) -> str:
     return f"{name[:half]}..{name[-half:]}"
 
 
-def evaluation_text(step: int, name: str, metrics: Mapping[str, float]) -> str:
+def evaluation_text(step: int, name: str, metrics: Mapping[str, float], evaluated: str = HELD_OUT) -> str:
     """Return the results of one evaluation set as text.
 
     The text about an evaluation set contains the accuracy (or the mean reward, if the accuracy is unknown), pass@k and
@@ -277,6 +282,7 @@ def evaluation_text(step: int, name: str, metrics: Mapping[str, float]) -> str:
         step: number of training steps before the evaluation.
         name: name of the evaluation set; "" stands for the set from `data.val`.
         metrics: a mapping from metric name to value, with the metrics of all evaluation sets.
+        evaluated: what the evaluation set of `data.val` contains, `HELD_OUT` or `TRAINING_DATA`.
     """
     prefix = prefix_of(name, "sampled")
     what, form = _headline(name, metrics)
@@ -291,7 +297,11 @@ def evaluation_text(step: int, name: str, metrics: Mapping[str, float]) -> str:
     if len(parts) > 1:
         texts.append(", ".join(f"{metric.rpartition('/')[2]} {metrics[metric]:.2f}" for metric in parts[:SHOWN_PARTS]))
     texts.append(f"{metrics[f'{prefix}_length']:.1f} tokens")
-    return f"{name or 'held-out'} {what} after {step} steps: {'; '.join(texts)}"
+    return f"{name or evaluated} {what} after {_steps(step)}: {'; '.join(texts)}"
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def _headline(name: str, metrics: Mapping[str, float]) -> tuple[str, str]:
@@ -403,6 +413,7 @@ def summary(
     overrides: Sequence[str],
     finished: bool,
     rewarded: bool = True,
+    evaluated: str = HELD_OUT,
 ) -> None:
     """Print the results of training, the paths of the result files, and a shell command to run next.
 
@@ -410,11 +421,11 @@ def summary(
     algorithms need rewards.
     """
     title = "Done" if finished else "Stopped early"
-    counted = "1 step" if steps == 1 else f"{steps} steps"
-    console.print(f"\n[bold]{title}[/] after {counted}, {seconds:.0f} s", highlight=False)
+    console.print(f"\n[bold]{title}[/] after {_steps(steps)}, {seconds:.0f} s", highlight=False)
     if len(evaluations) >= 2:
         for number, name in enumerate(evaluated_sets(evaluations[-1])):
-            console.print(*[""] * (number > 0), _before_and_after(name, evaluations[0], evaluations[-1]), sep="\n")
+            table = _before_and_after(name, evaluated, evaluations[0], evaluations[-1])
+            console.print(*[""] * (number > 0), table, sep="\n")
     for name, path in (
         ("learning curve", curve),
         ("report", output_dir / REPORT),
@@ -432,10 +443,10 @@ def summary(
         console.print(Text(f"{what:<16}{command}"), soft_wrap=True)
 
 
-def _before_and_after(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> Table:
+def _before_and_after(name: str, evaluated: str, before: Mapping[str, float], after: Mapping[str, float]) -> Table:
     """Return a table with the metrics of one evaluation set before and after training."""
     numbers = [Column(header, no_wrap=True) for header in ("before", "after")]
-    table = Table(Column(name or "held-out", overflow="fold"), *numbers, box=None, pad_edge=False)
+    table = Table(Column(name or evaluated, overflow="fold"), *numbers, box=None, pad_edge=False)
     prefix = prefix_of(name, "sampled")
     parts = [metric for metric in after if metric.startswith(f"{prefix}_reward/")]
     rows = []

@@ -62,7 +62,7 @@ def draw_learning_curve(history: list[dict[str, float]], evaluations: list[dict[
                 marker,
                 color="tab:green",
                 alpha=0.8,
-                label=f"held-out, {kind}",
+                label=f"evaluation, {kind}",
                 markerfacecolor="none" if kind == "greedy" else "tab:green",
             )
     reward.set_xlabel("step")

@@ -138,8 +138,9 @@ def load_function(path: str) -> Callable[..., Any]:
         if path and local_path(path, where).is_dir():
             raise ConfigError(f"{where} is a directory; to use a reward model, set reward.models=[{path}]")
         near = difflib.get_close_matches(name or path, BUILTIN, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
         raise ConfigError(
-            f"{where}: no function name is given{f'; did you mean {near[0]}?' if near else ''}; use "
+            f"{where}: neither a built-in function nor a function of a file or module{meant}; use "
             f"package.module:function, file.py:function, or one of {', '.join(BUILTIN)}"
         )
     function = _function_of(target, name, where)
@@ -246,7 +247,7 @@ def check_columns(
 
 def _meant(name: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def check_aggregation(path: str) -> None:

@@ -201,10 +201,20 @@ def _evaluation(config: Config, facts: Facts) -> str:
     return f"evaluated {when} on {' and '.join(sets)}{answers}"
 
 
+def is_training_data(config: Config, source: str, *, own_splits: bool) -> bool:
+    """Return whether the prompts of an evaluation set are prompts that the run trains on.
+
+    Args:
+        config: the config of the run.
+        source: source of the evaluation set.
+        own_splits: whether the source of the prompts has different rows for training and for evaluation.
+    """
+    return source == config.data.train and not (own_splits or source.startswith("builtin:"))
+
+
 def _evaluation_set(name: str, source: str, config: Config, facts: Facts) -> str:
     count = f"{facts.val_prompts[name]:,}" if name in facts.val_prompts else f"at most {config.data.val_size:,}"
-    has_own = facts.own_splits or source.startswith("builtin:")
-    same = source == config.data.train and not has_own
+    same = is_training_data(config, source, own_splits=facts.own_splits)
     which = "prompts of the training data (set data.val=FILE for held-out prompts)" if same else "held-out prompts"
     return f"{count} {which if not name else f'prompts of {name}'}"
 
@@ -217,8 +227,16 @@ def _algorithm(config: Config) -> str:
         _kl(config),
         *_switched_on(algorithm),
     ]
-    actor = config.actor
-    return "; ".join([*parts, f"AdamW, lr {actor.lr:g} {actor.lr_schedule}"])
+    return "; ".join([*parts, _optimizer(config)])
+
+
+def _optimizer(config: Config) -> str:
+    actor, steps = config.actor, config.actor_optimizer_steps
+    text = f"AdamW, lr {actor.lr:g} {actor.lr_schedule}"
+    if not actor.lr_warmup_steps:
+        return text
+    short = f", but the run has only {steps:,}" if steps <= actor.lr_warmup_steps else ""
+    return f"{text} after a warm-up of {_count(actor.lr_warmup_steps, 'optimizer step')}{short}"
 
 
 def _supervised(config: Config, facts: Facts) -> str:

@@ -174,7 +174,9 @@ def _load(path: Path, where: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read ({error.strerror}); name a YAML file") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{where}: not a valid YAML file ({one_line(' '.join(str(error).split()), 200)})") from None
+        # The place of an error has no file name, because the text was read before it was parsed.
+        found = " ".join(str(error).split()).replace('in "<unicode string>", ', "at ")
+        raise ConfigError(f"{where}: not a valid YAML file ({one_line(found, 200)})") from None
     values = {} if values is None else values
     require(isinstance(values, dict), f"{where}: holds no mapping; write keys and values, such as trainer.seed: 1")
     assert isinstance(values, dict)

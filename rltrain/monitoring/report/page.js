@@ -444,7 +444,7 @@ function showOverview() {
       short(metric("rollout/length_mean")), whole(run.alarms.length)];
   });
   $("#overview").append(
-    table(["run", "steps", "reward", "held-out, sampled", "held-out, greedy", "answer length", "alarms"], rows),
+    table(["run", "steps", "reward", "evaluation, sampled", "evaluation, greedy", "answer length", "alarms"], rows),
     el("p", { class: "faint" }, `Written ${data.written}. Held-out: the accuracy (or the reward, if the accuracy is unknown) of the first and the last evaluation.`));
 }
 
@@ -470,7 +470,7 @@ function showConfig() {
   for (const run of data.runs) {
     const what = `${data.runs.length > 1 ? `${run.name}: what` : "What"} differs from`;
     place.append(el("h3", {}, `${what} ${run.presets || "the defaults"}`));
-    if (run.command) place.append(el("p", {}, "Command: ", el("code", {}, `python -m rltrain.main ${run.command}`)));
+    if (run.command !== null) place.append(el("p", {}, "Command: ", el("code", {}, `python -m rltrain.main ${run.command}`)));
     else place.append(el("p", { class: "note" }, "The run did not record its command, so its presets are unknown."));
     if (!run.differences) place.append(el("p", { class: "faint" }, "The config of the presets is not known."));
     else if (run.differences.length) place.append(table(["key", "preset", "this run"], run.differences.map((row) => row.map(code))));

@@ -154,10 +154,10 @@ def test_a_single_word_is_a_configuration_or_else_a_split(hub, tmp_path):
 @needs_library
 def test_names_that_do_not_exist_list_those_that_do(hub):
     assert (
-        "openai/gsm8k has no configuration 'mian'; the configurations are main, socratic; did you mean main?"
+        "openai/gsm8k has no configuration 'mian'; the configurations are main, socratic (did you mean main?)"
         in refusal(f"{NAME}:mian:train")
     )
-    assert "openai/gsm8k:main has no split 'tests'; the splits are train, test; did you mean test?" in refusal(
+    assert "openai/gsm8k:main has no split 'tests'; the splits are train, test (did you mean test?)" in refusal(
         f"{NAME}:main:tests"
     )
     assert "no branch, tag or commit 'v9'" in refusal(f"{NAME}:main@v9")

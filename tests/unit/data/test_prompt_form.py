@@ -146,12 +146,12 @@ def test_a_template_with_wrong_braces_is_refused(tmp_path, template, said):
 def test_a_column_that_is_not_there_names_those_that_are(tmp_path):
     path = jsonl(tmp_path, GSM8K)
     assert error_of(path, prompt="qestion") == (
-        f"data.prompt=qestion: data.train={path} has no column 'qestion'; the columns are question, answer; did you "
-        "mean question?"
+        f"data.prompt=qestion: data.train={path} has no column 'qestion'; the columns are question, answer (did "
+        "you mean question?)"
     )
     assert error_of(path, prompt="Q: {qestion} A:") == (
         f"data.prompt=Q: {{qestion}} A:: data.train={path} has no column 'qestion'; the columns are question, "
-        f"answer; did you mean question?; write each column as {{COLUMN}}, and a brace that is text as {{{{ or }}}}"
+        f"answer (did you mean question?); write each column as {{COLUMN}}, and a brace that is text as {{{{ or }}}}"
     )
 
 

@@ -169,7 +169,7 @@ def test_prompts_beyond_one_batch_keep_their_own_answers(tmp_path):
         (
             "solutoin",
             "data.sft_response=solutoin: data.train={path} has no column 'solutoin'; the columns are prompt, solution, "
-            "n, answer; did you mean solution?",
+            "n, answer (did you mean solution?)",
         ),
         (
             "{solution} {m}",

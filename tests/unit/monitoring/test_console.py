@@ -11,6 +11,7 @@ from rich.console import Console
 
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.monitoring.console import (
+    TRAINING_DATA,
     ConsoleDisplay,
     downloading,
     next_command,
@@ -126,6 +127,12 @@ def test_an_evaluation_without_a_function_that_decides_is_told_by_its_reward():
     assert lines_of(metrics) == [
         "held-out reward after 3 steps: sampled 0.125, greedy 0.125; format 0.90, right 0.10; 9.0 tokens"
     ]
+
+
+def test_prompts_of_the_training_data_are_not_called_held_out():
+    where = console()
+    ConsoleDisplay(10, 0, Heartbeat(where), evaluated=TRAINING_DATA).evaluation(1, evaluated())
+    assert where.file.getvalue().startswith("training-data accuracy after 1 step: sampled 50.0%")
 
 
 def test_each_evaluation_set_has_a_line():

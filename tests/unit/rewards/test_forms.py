@@ -103,7 +103,7 @@ def test_an_option_that_is_no_parameter_is_refused_unless_the_function_takes_any
     with pytest.raises(ConfigError) as caught:
         loading.check_columns(few, "mine", [], {"levle": 2})
     assert str(caught.value) == (
-        "reward function 'mine': kwargs.levle: the function has no such parameter; did you mean level?; "
+        "reward function 'mine': kwargs.levle: the function has no such parameter (did you mean level?); "
         "it takes response, level"
     )
     loading.check_columns(any_option, "mine", [], {"levle": 2})

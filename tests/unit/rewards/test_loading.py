@@ -110,7 +110,9 @@ def test_what_does_not_exist_is_named_with_its_nearest_neighbour(tmp_path):
 
 @pytest.mark.parametrize("path", ["score", "mine.py", ":score", "package.module:", ""])
 def test_a_path_without_a_function_is_refused(path):
-    assert "no function name is given; use package.module:function, file.py:function, or one of" in error_of(path)
+    found = error_of(path)
+    assert "neither a built-in function nor a function of a file or module; use package.module:function, " in found
+    assert "file.py:function, or one of" in found
 
 
 def test_what_comes_with_rltrain_has_a_short_name():
@@ -125,7 +127,7 @@ def test_a_directory_is_no_function_and_its_place_is_named(tmp_path):
 
 def test_an_aggregation_of_no_known_name_gets_the_nearest():
     with pytest.raises(
-        ConfigError, match=r"reward\.aggregation=normalise_then_sum.* did you mean normalize_then_sum\?"
+        ConfigError, match=r"reward\.aggregation=normalise_then_sum.* \(did you mean normalize_then_sum\?"
     ):
         check_aggregation("normalise_then_sum")
     with pytest.raises(ConfigError, match=r"^reward\.aggregation 'no\.py:f'"):
@@ -201,7 +203,7 @@ def test_a_function_that_needs_a_column_that_is_not_there_is_refused():
         check_columns(wants, "mine", ["answer", "level"])
     assert str(caught.value) == (
         "reward function 'mine' needs a column 'anwser' that the data does not have; the columns are prompt, response, "
-        "finish_reason, answer, level; did you mean answer?; rename the parameter, give it a default, add the "
+        "finish_reason, answer, level (did you mean answer?); rename the parameter, give it a default, add the "
         "column to the data, or set it in kwargs"
     )
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rltrain.algorithms import POLICY_LOSSES
 from rltrain.base.errors import ConfigError
 from rltrain.run.epochs import with_epochs_as_steps
-from rltrain.run.plan import Facts, batch_line, plan_lines, plan_rows, show_plan
+from rltrain.run.plan import Facts, batch_line, is_training_data, plan_lines, plan_rows, show_plan
 from rltrain.settings.compose import compose, profile_defaults
 
 FACTS = Facts(path="/models/m", parameters=412_928, train_prompts=8192, val_prompts={"": 256}, devices="2 CPU cores",
@@ -64,6 +64,22 @@ def test_the_default_plan_reads_as_a_whole():
         "memory     training rank 474 MB",
         "output     out",
     ]
+
+
+def test_the_warm_up_of_the_learning_rate_is_shown_and_compared_with_the_run():
+    warm_up = ["actor.lr_schedule=constant", "actor.lr_warmup_steps=10"]
+    assert row("algorithm", *warm_up).endswith("AdamW, lr 0.0004 constant after a warm-up of 10 optimizer steps")
+    assert row("algorithm", *warm_up, "trainer.total_steps=2").endswith("10 optimizer steps, but the run has only 8")
+
+
+@pytest.mark.parametrize(
+    ("val", "own_splits", "trained"),
+    [("rows.jsonl", False, True), ("rows.jsonl", True, False), ("other.jsonl", False, False)],
+)
+def test_an_evaluation_on_training_data_is_recognised(val, own_splits, trained):
+    config = config_of("data.train=rows.jsonl", f"data.val={val}", "reward.functions=[exact_match]")
+    assert is_training_data(config, val, own_splits=own_splits) == trained
+    assert not is_training_data(config_of(), "builtin:median", own_splits=False)
 
 
 def test_the_algorithm_shows_knobs_kl_and_entropy():
