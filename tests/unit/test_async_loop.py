@@ -335,7 +335,7 @@ class Busy(FakeGroup):
         super().__init__(role, log, **columns)
         self.looks, self.computing = looks, asyncio.Event()
 
-    async def rows(self, method, batch, columns, *, max_tokens):
+    async def rows(self, method, batch, columns, *, max_tokens, keep=None):
         self.log.append(f"{method.__name__}, scored: {'scores' in batch}")
         self.computing.set()
         await turns(self.looks)

@@ -125,9 +125,12 @@ class Actor(Process):
     def __init__(self, device):
         self.device, self.version, self.ranks = device, 0, [Role(self, "actor")]
 
-    async def rows(self, method, batch, columns, *, max_tokens):
+    async def rows(self, method, batch, columns, *, max_tokens, keep=None):
         self.device.train("log-probs")
         return batch.with_values("responses", old_log_probs=torch.full((4,), -1.0)).select(["old_log_probs"])
+
+    async def drop_kept(self):
+        """Free nothing, because this group keeps no columns."""
 
     async def update(self, method, batch, columns, plan, max_tokens, *arguments):
         self.device.train("update")

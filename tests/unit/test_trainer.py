@@ -82,10 +82,13 @@ class FakeGroup:
         self.ranks = [Role(LocalProcess(None), role)]
         self.updates, self.arguments, self.entropies = [], [], []
 
-    async def rows(self, method, batch, columns, *, max_tokens):
+    async def rows(self, method, batch, columns, *, max_tokens, keep=None):
         self.log.append(f"{self.role} {method.__name__} {max_tokens}")
         values = {name: torch.full((4,), value) for name, value in self.columns.items()}
         return batch.with_values("responses", **values).select(list(values))
+
+    async def drop_kept(self):
+        """Free nothing, because this group keeps no columns."""
 
     async def update(self, method, batch, columns, plan, max_tokens, *arguments):
         self.log.append(f"{self.role} {method.__name__} {max_tokens}")
@@ -183,7 +186,7 @@ class Slow(FakeGroup):
             self.computing.set()
             await self.judges.second_step.wait()
 
-    async def rows(self, method, batch, columns, *, max_tokens):
+    async def rows(self, method, batch, columns, *, max_tokens, keep=None):
         await self.compute(method)
         if self.role == "judge":
             return DataProto.from_dict({"model_scores": torch.zeros(len(batch))})

@@ -95,11 +95,14 @@ class FakeGroup:
     def __init__(self, **columns):
         self.columns, self.ranks = columns, []
 
-    async def rows(self, method, batch, columns, *, max_tokens):
+    async def rows(self, method, batch, columns, *, max_tokens, keep=None):
         tokens = len(batch.values("responses"))
         return batch.with_values(
             "responses", **{name: torch.full((tokens,), value) for name, value in self.columns.items()}
         ).select(list(self.columns))
+
+    async def drop_kept(self):
+        """Free nothing, because this group keeps no columns."""
 
     async def update(self, *arguments):
         return {}

@@ -13,11 +13,11 @@ from rltrain.monitoring.heartbeat import Heartbeat
 from rltrain.monitoring.status_line import StatusLine
 
 ONE = {
-    "reward/mean": 0.5, "reward/accuracy": 0.25, "rollout/length_mean": 1012.3, "perf/tokens_per_s": 12345.6,
-    "actor/ppo_kl": 0.01,
+    "reward/mean": 0.5, "reward/right/mean": 0.5, "reward/accuracy": 0.25, "rollout/length_mean": 1012.3,
+    "perf/tokens_per_s": 12345.6, "actor/ppo_kl": 0.01,
 }  # fmt: skip
 THREE = ONE | {"reward/right/mean": 0.5, "reward/format/mean": 0.75, "reward/length/mean": -1.25}
-LONG = ONE | {
+LONG = {name: value for name, value in ONE.items() if name != "reward/right/mean"} | {
     f"reward/{name}/mean": -1.25
     for name in (
         "the_answer_is_mathematically_equal",

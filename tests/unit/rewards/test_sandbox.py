@@ -379,7 +379,7 @@ def test_without_bubblewrap_auto_warns_once_and_required_says_what_to_do(monkeyp
     (warning,) = caplog.messages
     assert "it can read and write this user's files, use the network" in warning
     with pytest.raises(
-        SandboxError, match=r"does not work on this machine: bwrap is not installed; install bubblewrap$"
+        SandboxError, match=r"cannot be isolated on this machine: bwrap is not installed; install bubblewrap$"
     ):
         run("", level="required")
 

@@ -76,7 +76,8 @@ def compare(batch, model, run, tolerance=1e-6):
         torch.testing.assert_close(output, want, rtol=tolerance, atol=tolerance)
     for grad, want in zip(grads, wanted, strict=True):
         if want is not None:
-            assert float((grad - want).abs().max()) <= tolerance * float(want.abs().max())
+            # The gradient of the critic's last bias is the sum of the weights, which is 0 but for rounding.
+            assert float((grad - want).abs().max()) <= tolerance * max(float(want.abs().max()), 1e-9)
 
 
 @pytest.mark.parametrize("name", BATCHES)
