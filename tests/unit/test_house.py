@@ -97,6 +97,11 @@ def test_the_top_level_folders_are_those_of_the_design():
     assert folders == {".ci", "rltrain", "workers", "config", "tests", "docker", "examples", "docs"}
 
 
+def test_no_file_has_marks_of_a_merge_conflict():
+    marks = tuple(f"{sign * 7} " for sign in "<>")
+    assert [path for path, text in texts().items() if any(line.startswith(marks) for line in text.splitlines())] == []
+
+
 @pytest.mark.slow
 def test_each_module_can_be_the_first_that_a_process_imports():
     names = [name_of(path) for path in SOURCES]
