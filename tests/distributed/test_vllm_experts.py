@@ -16,6 +16,7 @@ from rltrain.base.errors import SyncError
 from rltrain.base.random_streams import stream_seed
 from rltrain.settings.compose import compose
 from rltrain.settings.schema import LoRAConfig
+from rltrain.tasks.tokenizer import char_tokenizer
 from tests.attention_families import FAMILIES
 from workers.cluster.processes import Role
 from workers.models.lora import adapt
@@ -31,7 +32,7 @@ pytestmark = [
 NUMBERS = itertools.count()
 # On a CPU, vLLM needs a hidden size that is a multiple of 32 for experts, and a head size that is one for attention.
 SIZES = {
-    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 128, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "dtype": "float32",
 }  # fmt: skip
@@ -43,6 +44,7 @@ def saved(folder: Path, family: str) -> str:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**SIZES | FAMILIES[family]))
     model.save_pretrained(folder)
+    char_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
