@@ -44,13 +44,16 @@ def parse(words: Sequence[str]) -> tuple[list[Path], Path]:
 
     Without `--output`, the path of the page is `report.html` in the folder of the first run.
     """
-    left, output = list(words), ""
+    left = [part for word in words for part in (word.split("=", 1) if word.startswith("--output=") else [word])]
+    output = ""
     if "--output" in left:
         place = left.index("--output")
         require(len(left) > place + 1, USAGE)
         output = left.pop(place + 1)
         left.pop(place)
         require(bool(output), "--output='': names no file; omit --output, or give the path of the page")
+        parent = Path(output).expanduser().parent
+        require(parent.is_dir(), f"--output={output}: there is no folder {parent}; name another file")
     unknown = [word for word in left if word.startswith("-")]
     require(not unknown, f"unknown flag '{unknown[0] if unknown else ''}': the flags are --output and --help")
     require(bool(left) and all(left), USAGE)

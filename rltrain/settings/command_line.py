@@ -66,7 +66,7 @@ def parse_args(argv: Sequence[str]) -> Args:
     plan.
 
     Raises:
-        ConfigError: a flag is unknown, or `--config` is given without a file.
+        ConfigError: a flag is unknown, `--config` is given without a file, or a sweep is combined with another action.
     """
     found: list[str] = []
     overrides: list[str] = []
@@ -85,6 +85,12 @@ def parse_args(argv: Sequence[str]) -> Args:
             raise _unknown_flag(word, next(words, ""))
         elif not (word == "job" and found and found[-1] == "config"):
             overrides.append(word)
+    if "sweep" in found and "help" not in found and (others := {"config", "check", "plan"}.intersection(found)):
+        flag = next(flag for flag in FLAGS if FLAGS[flag] in others)
+        raise ConfigError(
+            f"--multirun with {flag}: a sweep trains its runs; to look at one of them, leave out --multirun and give "
+            "each key one value"
+        )
     actions: tuple[Action, ...] = ("help", "sweep", "config", "check", "plan")
     return Args(next((action for action in actions if action in found), "run"), overrides, files)
 

@@ -26,6 +26,13 @@ def test_a_run_that_has_just_started_is_not_judged(tmp_path, capsys):
     assert "no training step has ended, so there is nothing to judge" in capsys.readouterr().out
 
 
+def test_a_file_that_cannot_be_read_gives_status_1(tmp_path, capsys):
+    folder = run_with(tmp_path / "run")
+    (folder / "config.yaml").write_text("a: [")
+    assert main([str(folder)]) == 1
+    assert "config.yaml" in capsys.readouterr().out
+
+
 def test_findings_are_plain_lines_in_a_pipe_and_status_1_whichever_run_has_them(tmp_path, capsys):
     healthy, cut = run_with(tmp_path / "healthy"), run_with(tmp_path / "cut", CUT)
     assert main([str(cut), str(healthy)]) == 1

@@ -9,7 +9,7 @@ def test_the_page_of_a_run_is_in_its_folder_or_where_output_says(tmp_path, capsy
     (folder / "report.html").unlink()
     assert main([str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
-    assert main([str(folder), str(folder), "--output", str(tmp_path / "both.html")]) == 0
+    assert main([str(folder), str(folder), f"--output={tmp_path / 'both.html'}"]) == 0
     assert len(data_of((tmp_path / "both.html").read_text("utf-8"))["runs"]) == 2
 
 
@@ -51,7 +51,7 @@ def test_bad_input_is_one_line_with_the_way_out(tmp_path, monkeypatch, capsys, w
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path, capsys):
     folder = made_run(tmp_path / "run")
     assert main([str(folder), "--output", str(tmp_path)]) == 2
-    assert main([str(folder), "--output", str(tmp_path / "no/page.html")]) == 1
+    assert main([str(folder), "--output", str(tmp_path / "no/page.html")]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert "is a folder; give the path of the page" in first
-    assert "No such file or directory; name another file with --output" in second
+    assert f"/no/page.html: there is no folder {tmp_path}/no; name another file" in second

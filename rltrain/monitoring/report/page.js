@@ -445,7 +445,7 @@ function showOverview() {
   });
   $("#overview").append(
     table(["run", "steps", "reward", "evaluation, sampled", "evaluation, greedy", "answer length", "alarms"], rows),
-    el("p", { class: "faint" }, `Written ${data.written}. Held-out: the accuracy (or the reward, if the accuracy is unknown) of the first and the last evaluation.`));
+    el("p", { class: "faint" }, `Written ${data.written}. Evaluation: the accuracy (or the reward, if the accuracy is unknown) of the first and the last evaluation.`));
 }
 
 function showNotes() {

@@ -669,6 +669,12 @@ def test_other_flags_are_refused_with_those_that_exist(flag):
         parse_args([flag])
 
 
+@pytest.mark.parametrize("flag", ["--plan", "--cfg", "--check"])
+def test_a_sweep_is_not_combined_with_an_action_that_trains_nothing(flag):
+    with pytest.raises(ConfigError, match=rf"^--multirun with {flag}: a sweep trains its runs; "):
+        parse_args(["-m", "trainer.seed=1,2", flag])
+
+
 @pytest.mark.parametrize("words", [["--config"], ["--config="], ["--config", "--plan"]])
 def test_a_config_flag_without_a_file_is_refused(words):
     with pytest.raises(ConfigError, match=r"^--config: no file; write --config FILE\.yaml$"):
