@@ -287,7 +287,7 @@ def run(config: Config, args: Args, heartbeat: Heartbeat, lock: RunLock) -> int:
 
 
 def evaluated_prompts(config: Config, prompts: PromptSet) -> str:
-    """Return the name of the prompts of `data.val` in the output: held-out prompts, or prompts of the training data."""
+    """Return how the output names the prompts of `data.val`: as held-out prompts, or as training data."""
     from rltrain.monitoring.console import HELD_OUT, TRAINING_DATA
     from rltrain.run.plan import is_training_data
 

@@ -10,8 +10,8 @@ from rltrain.data.model_weights import read_json
 def value_model(path: str) -> Any:
     """Return the class that builds a critic for the model in a directory, with the interface of an Auto class.
 
-    If transformers has a token classifier for the model's type, the critic is this token classifier. Else `value_model`
-    makes a class of the same form from the base model.
+    If transformers has a token classifier for the model's type, the critic is this token classifier. Otherwise,
+    `value_model` makes a class of the same form from the base model.
     """
     # transformers takes seconds to import.
     from transformers import AutoModelForTokenClassification

@@ -64,7 +64,7 @@ SETTINGS = [
 
 
 def measure(folder: Path, hanging: int) -> float:
-    """Do one run, and return the mean time in seconds that the other groups of a step took.
+    """Do one run, and return the mean seconds that the groups without a hanging tool took in a step.
 
     In the conversations of the prompt with the number `hanging`, the tool hangs. No prompt has the number -1.
     """

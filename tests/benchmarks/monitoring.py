@@ -57,7 +57,7 @@ WRITES = ("metrics.jsonl", "sample files", "TensorBoard")  # Parts of a step tha
 
 @dataclass(frozen=True)
 class Workload:
-    """What the measured runs train.
+    """A training workload on which monitoring is measured.
 
     Attributes:
         name: name in the rows of results.

@@ -55,7 +55,7 @@ def our_sides(*overrides: str) -> list[Side]:
 
 
 def rows_against(ours: list[Run], theirs: list[Run], job: Job, which: str, notes: str) -> list[Row]:
-    """Make the rows that divide TRL's seconds per step, and its seconds to the goal, by rltrain's.
+    """Return two rows of results: how many times as long as rltrain TRL takes for a step, and to reach the goal.
 
     If TRL does not reach the goal, the time of all its training steps takes the place of the time to the goal, so the
     ratio is a lower bound, and the row says so.

@@ -29,7 +29,7 @@ def victim(role: str, output_dir: Path) -> int:
         raylets = {parent(process["pid"]) for process in table.values()}
         guards = [pid for raylet in raylets for pid in below(raylet) if command(pid).startswith(GUARD)]
         return min(guards, default=0)
-    # A teacher's process has the name of the teacher in its own name, between the role and the rank.
+    # The name of a teacher's process contains the teacher's name, between the role and the number of the rank.
     ends = ("replica 0", "worker 0", "rank 0")
     names = [name for name in table if name.startswith(f"{role} ") and name.endswith(ends)]
     return next((table[name]["pid"] for name in (*names, "training rank 0") if name in table), 0)

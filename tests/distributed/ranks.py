@@ -12,6 +12,8 @@ from rltrain.settings.schema import Config
 from workers.cluster.processes import LocalProcess, Pending, RayProcess, Role, WorkerProcess, results
 from workers.cluster.worker_process import Host
 from workers.placement import ROLES, meet, spawner
+from workers.rollout.worker import RolloutWorker
+from workers.sync.buckets import Bucket
 from workers.training.actor import ActorWorker
 from workers.training.policy_update import update_policy
 from workers.training.reference import ReferenceWorker
@@ -49,6 +51,15 @@ async def built(processes: Sequence[WorkerProcess], role: str, path: str, *args:
     """Build a new role in each of the given processes."""
     await results([process.build(role, path, *args, **kwargs) for process in processes])
     return [Role(process, role) for process in processes]
+
+
+async def load(engine: Role[RolloutWorker], sent: list[Bucket]) -> None:
+    """Sync weights, given as buckets, to an engine."""
+    name = f"sync {next(NUMBERS)}"
+    await engine.call(RolloutWorker.start_load, name, sent[0].version)
+    for bucket in sent:
+        await engine.call(RolloutWorker.load_bucket, name, None, bucket)
+    await engine.call(RolloutWorker.finish_load, name, None)
 
 
 async def on(processes: Sequence[RayProcess], function: Callable[[Host], Any]) -> list[Any]:

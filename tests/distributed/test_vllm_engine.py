@@ -1,7 +1,6 @@
 """Tests of the vLLM engine in a worker process: sampling, weight syncs, dying processes and refused models."""
 
 import asyncio
-import itertools
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ import pytest
 import pytest_asyncio
 import ray
 import torch
-from ranks import built, on
+from ranks import built, load, on
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -33,7 +32,6 @@ from workers.sync.buckets import Bucket, join
 from workers.sync.sender import Sender
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here", "process_group")]
-NUMBERS = itertools.count()
 WEIGHTS = "model.safetensors"
 PROMPT = char_tokenizer()("2299907=")["input_ids"]
 
@@ -69,14 +67,6 @@ def requests(count: int, *, temperature: float = 1.0, seed: int = 0, uid: int = 
 def buckets(model: torch.nn.Module, version: int = 1) -> list[Bucket]:
     sender = Sender(model, version=version, dtype="float32", check=True)
     return [join([sender.write(number, None)]) for number in range(len(sender.layout))]
-
-
-async def load(engine: Role[RolloutWorker], sent: list[Bucket]) -> None:
-    name = f"sync {next(NUMBERS)}"
-    await engine.call(RolloutWorker.start_load, name, sent[0].version)
-    for bucket in sent:
-        await engine.call(RolloutWorker.load_bucket, name, None, bucket)
-    await engine.call(RolloutWorker.finish_load, name, None)
 
 
 def disguised(sent: list[Bucket], name: str, factor: float) -> list[Bucket]:

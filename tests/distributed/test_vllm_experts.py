@@ -1,6 +1,5 @@
 """Tests of weight syncs to vLLM engines with mixture-of-experts models: names, kernels and checks of the experts."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from ranks import built, on
+from ranks import built, load, on
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -29,7 +28,6 @@ from workers.sync.sender import AdapterSender, Sender
 pytestmark = [
     pytest.mark.slow, pytest.mark.usefixtures("ray_here", "process_group"), pytest.mark.asyncio(loop_scope="module")
 ]  # fmt: skip
-NUMBERS = itertools.count()
 # On a CPU, vLLM needs a hidden size that is a multiple of 32 for experts, and a head size that is one for attention.
 SIZES = {
     "vocab_size": 128, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -73,14 +71,6 @@ async def mixture(request, ray_here, tmp_path_factory):
     """Return an engine with a tiny model of a family, and the model's directory."""
     path = saved(tmp_path_factory.mktemp(request.param), request.param)
     return await new_engine(path), path
-
-
-async def load(engine: Role[RolloutWorker], sent: list[Bucket]) -> None:
-    name = f"sync {next(NUMBERS)}"
-    await engine.call(RolloutWorker.start_load, name, sent[0].version)
-    for bucket in sent:
-        await engine.call(RolloutWorker.load_bucket, name, None, bucket)
-    await engine.call(RolloutWorker.finish_load, name, None)
 
 
 async def log_prob_gap(engine: Role[RolloutWorker], model: torch.nn.Module) -> float:

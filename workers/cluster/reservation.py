@@ -151,7 +151,7 @@ class Reservation:
         for index, bundle in enumerate(bundle for group in self.groups for bundle in group.bundles):
             alike.setdefault(_key(bundle), []).append(index)
         for key, indices in alike.items():
-            # A group may have bundles of several kinds; each kind is assigned by itself.
+            # Only bundles with the same resources are interchangeable, so each kind of bundle is assigned separately.
             own = [
                 BundleGroup(tuple(Bundle(one.workers, {"GPU": 1.0}) for one in some), group.sizes)
                 for group in self.groups
@@ -187,7 +187,7 @@ class Reservation:
         return node is not None and node not in nodes
 
     def _lacking(self, nodes: Mapping[str, Mapping[str, Any]]) -> str:
-        """Return a text that says what is not free on which node."""
+        """Return a text that names the resources that are missing, and the nodes that lack them."""
         try:
             plan(self.groups, _free(nodes))
         except NoRoomError as error:
@@ -196,7 +196,7 @@ class Reservation:
 
 
 def _nodes() -> dict[str, Mapping[str, Any]]:
-    """Return what Ray knows of each node that is alive, by Ray's id of the node."""
+    """Return Ray's description of each node that is alive, by the id of the node."""
     import ray
 
     return {one["NodeID"]: one for one in ray.nodes() if one["Alive"]}

@@ -128,7 +128,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             verified.result()  # As soon as `receive_weights` returns, the sender is free to overwrite the bucket.
 
     def _expect(self, bucket: Bucket) -> None:
-        """Keep the products that the actor has computed, under vLLM's names of the tensors."""
+        """Store the matrix products that the actor has sent, under the names that vLLM gives to the tensors."""
         probes = {name: torch.tensor(value) for name, value in bucket.probes().items()}
         products = products_in_checkpoint_form(self.source, probes)
         names = checkpoint_names(self.model, products)

@@ -75,7 +75,7 @@ class KeptColumns:
 
 
 class KeepsColumns(Protocol):
-    """A role that can keep columns."""
+    """A role, such as a teacher, that can keep computed columns in its own process."""
 
     def kept_rows(self, request: Request) -> DataProto:
         """Return rows of a kept column, to a role in the same process."""

@@ -22,7 +22,7 @@ ENGINES = [group("rollout replica 0"), group("rollout replica 1")]
 
 
 class FakeRay:
-    """Placement groups of a fake cluster. A placement group becomes ready if `ready` says so.
+    """A fake of Ray's placement groups. A placement group becomes ready if the function `ready` returns True for it.
 
     Attributes:
         nodes: maps the id of each node to its number of GPUs.

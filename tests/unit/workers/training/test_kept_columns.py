@@ -95,7 +95,7 @@ class Method:
 
 
 class Rank(RayProcess):
-    """A fake process whose roles are objects in the test's process."""
+    """A fake of a worker process. Its roles are ordinary objects in the process of the test."""
 
     def __init__(self, number: int, **roles) -> None:
         host = Host({}, verbose=True)
