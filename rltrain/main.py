@@ -663,10 +663,12 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, Prom
     if config.model.path != BUILTIN_MODEL:
         for one in (prompts, *evaluations.values()):
             check_prompt_ids(config.model.path, one.largest_id(), one.where)
-    for function in config.reward.functions:
-        for source in (prompts, *evaluations.values()):
+    for source in (prompts, *evaluations.values()):
+        nulls = source.null_columns() if config.reward.functions else set()
+        for function in config.reward.functions:
             try:
-                check_columns(load_function(function.path), function.name, source.columns, function.kwargs)
+                called = load_function(function.path)
+                check_columns(called, function.name, source.columns, function.kwargs, nulls=nulls)
             except ConfigError as error:
                 own = "; to use a function of your own, set reward.functions=[FILE.py:FUNCTION]"
                 is_default = function.path.startswith("rltrain.rewards.final_answer")

@@ -12,6 +12,7 @@ from rltrain.settings.typed import require
 
 SpecialTokens = Literal["text", "refuse", "allow"]
 ROW_HELP = 'give each row text or a list of messages such as [{"role": "user", "content": "..."}] as its prompt'
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _ALLOW = "set data.special_tokens=allow to encode the names of control tokens as control tokens"
 
 
@@ -192,15 +193,29 @@ def _require_prompt(prompt: Any, tokenizer: Any, place: str) -> None:
     require(not isinstance(prompt, str | list) or bool(prompt), f"{place}: the prompt is empty; {ROW_HELP}")
     if isinstance(prompt, str):
         return
-    good = isinstance(prompt, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
-    )
+    good = isinstance(prompt, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in prompt)
     require(good, f"{place}: the prompt is neither text nor chat messages; {ROW_HELP}")
+    for message in prompt:
+        content = message.get("content")
+        wrong = "a list of parts" if isinstance(content, list) else repr(content)
+        require(
+            isinstance(content, str),
+            f"{place}: the content of the message with role '{message['role']}' is {wrong}; write the content as one "
+            "text",
+        )
+    template = tokenizer.chat_template
     require(
-        bool(tokenizer.chat_template),
+        bool(template),
         f"{place}: the prompt has chat messages, but the model's tokenizer has no chat template; use text prompts or a "
         "chat model",
     )
+    # Most chat templates write any role into the prompt, so a misspelt role would not be noticed.
+    for role in {message["role"] for message in prompt}.difference(_ROLES):
+        require(
+            f"'{role}'" in str(template) or f'"{role}"' in str(template),
+            f"{place}: the role '{role}' of a chat message is unknown; use {', '.join(_ROLES)}, or a role that the "
+            "model's chat template names",
+        )
 
 
 def _tokens_added_after(tokenizer: Any) -> int:

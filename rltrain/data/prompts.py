@@ -136,6 +136,15 @@ class PromptSet(Sequence[Prompt]):
         for row in self._kept:
             yield self._rows.place(row), self._form.values(self._rows.row(row))
 
+    def null_columns(self) -> set[str]:
+        """Return the names of the columns in `columns` that are null in the row of every prompt."""
+        found = set(self.columns)
+        for _, values in self.values():
+            found = {name for name in found if values[name] is None}
+            if not found:
+                break
+        return found
+
     def token_counts(self) -> list[int]:
         """Return the number of token ids of each prompt."""
         return [end - start for start, end in itertools.pairwise(self._ends)]

@@ -73,7 +73,9 @@ def draw_learning_curve(history: list[dict[str, float]], evaluations: list[dict[
     length.plot(steps, [row["rollout/length_mean"] for row in history], color="tab:orange", label="answer length")
     length.set_ylabel("answer length, tokens", color="tab:orange")
     lines = [*reward.get_legend_handles_labels()[0], *length.get_legend_handles_labels()[0]]
-    reward.legend(lines, [str(line.get_label()) for line in lines], loc="center right", frameon=False)
+    labels = [str(line.get_label()) for line in lines]
+    # Below the axes, the legend hides no part of the curves.
+    figure.legend(lines, labels, loc="outside lower center", ncols=len(lines), frameon=False)
     reward.set_title("Reward and answer length")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -188,7 +188,12 @@ def absolute(path: str) -> str:
 
 
 def check_columns(
-    function: Callable[..., Any], name: str, columns: Collection[str], kwargs: Mapping[str, Any] = MappingProxyType({})
+    function: Callable[..., Any],
+    name: str,
+    columns: Collection[str],
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    nulls: Collection[str] = (),
 ) -> None:
     """Check that data and options provide all arguments of a reward function, and that the function takes all options.
 
@@ -197,12 +202,13 @@ def check_columns(
         name: the function's name in the config, which the error message shows.
         columns: names of the data's columns, apart from `prompt`.
         kwargs: the options that the config sets for the function, by name.
+        nulls: names of the data's columns that are null in every row.
 
     Raises:
-        ConfigError: a column is missing, an option is unknown, the function takes its arguments only through *args, or
-            the function has TRL's parameter `environments`, for which neither the data nor the options have a value.
-            If a data column is missing, the error message names the function's parameter, the column with the most
-            similar name and all existing columns.
+        ConfigError: a column is missing or null in every row, an option is unknown, the function takes its arguments
+            only through *args, or the function has TRL's parameter `environments`, for which neither the data nor the
+            options have a value. If a data column is missing, the error message names the function's parameter, the
+            column with the most similar name and all existing columns.
     """
     there = [*offered(function), *STANDARD_COLUMNS, *columns]
     given = {*there, *(BATCHED if is_batched(function) else SINGLE), *ON_REQUEST, *kwargs}
@@ -237,10 +243,16 @@ def check_columns(
                 f"are {', '.join(there)}{_meant(parameter.name, there)}; rename the parameter, give it a default, add "
                 "the column to the data, or set it in kwargs"
             )
+        if missing and parameter.name in nulls and parameter.name not in kwargs:
+            raise ConfigError(
+                f"reward function '{name}' needs the column '{parameter.name}', which is null in every row of the "
+                "data; fill the column, or give the parameter a default"
+            )
     choices = one_of(function)
-    if choices and not {*columns, *kwargs}.intersection(choices):
+    if choices and not ({*columns, *kwargs} - {*nulls}).intersection(choices):
         raise ConfigError(
-            f"reward function '{name}' needs one of the columns {', '.join(choices)}, and the data has none of them; "
+            f"reward function '{name}' needs one of the columns {', '.join(choices)}, and the data has none of them"
+            f"{' with a value' if set(nulls).intersection(choices) else ''}; "
             f"the available names are {', '.join(there)}; rename a column, or set {choices[0]} in kwargs"
         )
 

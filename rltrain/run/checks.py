@@ -79,6 +79,19 @@ def check(config: Config, fetch: Callable[[Config], Config] = lambda config: con
         ConfigError: a run with this config is not possible. The message of the ConfigError is one line with the invalid
             value, the rule and a remedy.
     """
+    check_without_models(config)
+    config = fetch(config)
+    _check_models(config)
+    return config
+
+
+def check_without_models(config: Config) -> None:
+    """Check everything in the config that can be checked without reading a model.
+
+    Raises:
+        ConfigError: a run with this config is not possible. The message of the ConfigError is one line with the invalid
+            value, the rule and a remedy.
+    """
     _check_output(config.trainer)
     check_trackers(config.trainer.trackers)
     _check_engine(config.rollout)
@@ -94,9 +107,6 @@ def check(config: Config, fetch: Callable[[Config], Config] = lambda config: con
         check_stored_run(config)
     if config.placement.launcher == "ray" and config.placement.address == "local":
         _check_machine(config)
-    config = fetch(config)
-    _check_models(config)
-    return config
 
 
 def _check_models(config: Config) -> None:

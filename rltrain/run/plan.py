@@ -125,7 +125,8 @@ def _signatures(facts: Facts) -> str:
 
 def _defaults(facts: Facts) -> str:
     """Describe the settings that the user has not set and that therefore come from the profile."""
-    return f"from the profile: {', '.join(f'{key}={value}' for key, value in facts.defaults.items())}"
+    shown = {key: value for key, value in facts.defaults.items() if facts.needs_critic or not key.startswith("critic.")}
+    return f"from the profile: {', '.join(f'{key}={value}' for key, value in shown.items())}"
 
 
 def batch_line(config: Config) -> str:

@@ -8,6 +8,9 @@ config key as a single word; for example, `trainer.seed` becomes `set__trainer__
 
 Hydra does not receive the settings of keys with free text, such as `data.system_prompt`, because Hydra's grammar would
 change the text. Each job gets these settings exactly as the user typed them, so they are the same in all jobs.
+
+Before the first job starts, the config of every job is checked, so that a wrong value does not end a job hours later.
+A sweeper plugin that chooses values from the results of earlier jobs is an exception: its jobs check their own configs.
 """
 
 import json
@@ -15,7 +18,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,8 @@ from rich.text import Text
 from rltrain.base.errors import ConfigError
 from rltrain.monitoring.json_lines import rows_of
 from rltrain.monitoring.sinks import EVALUATIONS, METRICS
+from rltrain.run.checks import check_without_models
+from rltrain.settings.compose import compose
 from rltrain.settings.config_groups import config_dir
 from rltrain.settings.overrides import sets_text
 from rltrain.settings.typed import require
@@ -53,7 +58,8 @@ def sweep(overrides: Sequence[str], files: Sequence[str], console: Console) -> i
         0 if all runs of the sweep ended with exit status 0, else 1.
 
     Raises:
-        ConfigError: Hydra cannot read the sweep, or a launcher or sweeper is not installed.
+        ConfigError: Hydra cannot read the sweep, a launcher or sweeper is not installed, or the config of a job is
+            invalid. In each of these cases, no job has started and no folder has been created.
     """
     from hydra._internal.hydra import Hydra
     from hydra._internal.utils import create_config_search_path
@@ -68,12 +74,16 @@ def sweep(overrides: Sequence[str], files: Sequence[str], console: Console) -> i
     arguments += [f"hydra.sweep.dir={text.removeprefix(_OUTPUT_WORD)}" for text in own if text not in arguments]
     arguments += [text for text in overrides if _is_hydras(text)]
     job = Job([str(Path(file).expanduser().absolute()) for file in files], texts)
+    path = create_config_search_path(str(config_dir()))
     try:
-        path = create_config_search_path(str(config_dir()))
-        hydra = Hydra.create_main_hydra2(task_name="rltrain", config_search_path=path)
-        folder = hydra.compose_config("sweep", arguments, RunMode.MULTIRUN).hydra.sweep.dir
+        composed = Hydra.create_main_hydra2("rltrain", path).compose_config("sweep", arguments, RunMode.MULTIRUN).hydra
+        folder = composed.sweep.dir
+        # `check_jobs` composes rltrain's config, which needs Hydra without a current application.
+        GlobalHydra.instance().clear()
+        check_jobs(job, composed, Path(folder))
         # `hydra.sweep.dir` is passed to Hydra with its time stamp filled in, so that all jobs use the same folder.
         arguments.append(_with_path("hydra.sweep.dir", folder))
+        hydra = Hydra.create_main_hydra2("rltrain", path)
         hydra.multirun("sweep", job, arguments, with_log_configuration=False)
     except (HydraException, OmegaConfBaseException) as error:
         text = " ".join(str(error).replace(_START, "").replace(_DOT, ".").split())
@@ -108,6 +118,14 @@ class Job:
         self.files = list(files)
         self.texts = list(texts)
 
+    def settings(self, words: Iterable[str]) -> list[str]:
+        """Return the settings of one job, as `rltrain.main` reads them.
+
+        Args:
+            words: the settings that Hydra gives to the job, one value per key.
+        """
+        return [*(_with_dots(word) for word in words), *self.texts]
+
     def __call__(self, _: Any) -> float:
         """Run one job of the sweep in a separate process.
 
@@ -122,7 +140,7 @@ class Job:
 
         hydra = HydraConfig.get()
         folder = Path(hydra.runtime.output_dir).absolute()
-        overrides = [*(_with_dots(text) for text in hydra.overrides.task), *self.texts]
+        overrides = self.settings(hydra.overrides.task)
         files = [word for file in self.files for word in ("--config", file)]
         output = _with_path("trainer.output_dir", str(folder))
         status = _run([sys.executable, "-m", "rltrain.main", *files, *overrides, output])
@@ -136,6 +154,38 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / JOB_FILE).write_text(json.dumps(result), "utf-8")
         return found
+
+
+def check_jobs(job: Job, hydra: Any, folder: Path) -> None:
+    """Check the config of every job of a sweep, as far as this is possible without reading a model.
+
+    Args:
+        job: the function object that runs the jobs.
+        hydra: Hydra's own config of the sweep.
+        folder: output folder of the sweep.
+
+    Raises:
+        ConfigError: the config of a job is invalid. The message names the job's values.
+    """
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    if hydra.sweeper._target_ != f"{BasicSweeper.__module__}.{BasicSweeper.__name__}":
+        return  # Other sweepers may choose the values of a job from the results of earlier jobs.
+    words = OverridesParser.create().parse_overrides(list(hydra.overrides.task))
+    (combinations,) = BasicSweeper.split_arguments(words, max_batch_size=None)
+    varied = {word.get_key_element() for word in words if word.is_sweep_override()}
+    for number, combination in enumerate(combinations):
+        try:
+            config, _ = compose(
+                [*job.settings(combination), _with_path("trainer.output_dir", str(folder / str(number)))], job.files
+            )
+            check_without_models(config)
+        except ConfigError as error:
+            values = " ".join(_with_dots(word) for word in combination if word.partition("=")[0] in varied)
+            raise ConfigError(
+                f"job {number} of the sweep{f' ({values})' if values else ''}: {error}; no job was started"
+            ) from None
 
 
 def _with_path(key: str, path: str) -> str:

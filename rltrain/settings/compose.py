@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rltrain.base.errors import ConfigError
 from rltrain.base.secret_values import redacted, secret_in
-from rltrain.settings.config_groups import composed_files, config_dir
+from rltrain.settings.config_groups import choices, composed_files, config_dir
 from rltrain.settings.expansion import expand
 from rltrain.settings.overrides import (
     KNOBS,
@@ -27,7 +27,7 @@ from rltrain.settings.overrides import (
     set_text,
 )
 from rltrain.settings.schema import Config
-from rltrain.settings.typed import parse
+from rltrain.settings.typed import parse, require
 from rltrain.tasks import BUILTIN, TASKS, ConversationTask
 
 
@@ -51,13 +51,59 @@ def compose(overrides: Sequence[str], files: Sequence[str] = ()) -> tuple[Config
     expand(values)
     _refuse_secrets(values)
     config = parse(Config, values)
+    if config.trainer.total_epochs is not None and "trainer.total_steps" in map(_key_of, overrides):
+        raise ConfigError(
+            f"trainer.total_steps={config.trainer.total_steps} with trainer.total_epochs="
+            f"{config.trainer.total_epochs:g}: both set the length of the run; leave one of them out, or set "
+            "trainer.total_epochs=null"
+        )
     return config, to_yaml(config)
+
+
+def _key_of(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
 
 
 def _items(overrides: Sequence[str], files: Sequence[str]) -> list[Item]:
     from_files = [item for file in files for item in from_file(file)]
-    items = [*from_files, *map(from_command_line, overrides)]
+    typed = [from_command_line(word) for word in overrides]
+    items = [*(item for item in from_files if not _undoes_a_choice(item, chosen(typed))), *typed]
     return [*_default_choices(items), *items]
+
+
+def _undoes_a_choice(item: Item, typed: Mapping[str, str]) -> bool:
+    """Return whether an item of a config file is a setting that would undo a choice on the command line.
+
+    Settings override choices. If the command line has `rollout=hf` and a config file sets `rollout.engine`, the file's
+    engine would be used, so this setting must be left out. The file's `rollout.temperature` is kept, because it is the
+    same in all choices of the group `rollout`.
+
+    Args:
+        item: a setting or a choice of a config file.
+        typed: the user's choices on the command line, as a dict from the name of a config group to the name of the
+            chosen YAML file.
+
+    Raises:
+        ConfigError: an algorithm is chosen on the command line, and the config file sets an advantage estimator or a
+            loss. The file's other settings may fit only the file's algorithm.
+    """
+    if not isinstance(item, Setting):
+        return False
+    group, _, name = item.key.partition(".")
+    if group not in typed or not name:
+        return False
+    if group == "algorithm":
+        require(
+            item.key not in KNOBS.values(),
+            f"algorithm={typed[group]}: a file of --config sets {item.key} too, and the settings of two algorithms "
+            f"cannot be mixed; leave out algorithm={typed[group]}, or delete the section 'algorithm' in the file",
+        )
+        return False
+    key = name.partition(".")[0]
+    values = [composed_files(config_dir(), ((group, choice),))[group][key] for choice in choices(group)]
+    new = composed_files(config_dir(), ((group, typed[group]),))[group][key]
+    # If the chosen YAML file has a mapping, the file's settings of single keys in the mapping are kept.
+    return any(value != values[0] for value in values) and (name == key or new is None)
 
 
 def choices_of(overrides: Sequence[str], files: Sequence[str] = ()) -> list[str]:

@@ -230,9 +230,10 @@ def _parse_override(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(text)
     except (HydraException, ValueError):  # Python raises ValueError when it parses a number with thousands of digits.
-        raise ConfigError(
-            f"""'{text}': cannot read the value; quote special characters, as in '{key}="{value}"'"""
-        ) from None
+        hint = f"""quote special characters, as in '{key}="{value}"'"""
+        if value.startswith(("[", "{")):
+            hint = "close each bracket, and quote texts with special characters, as in [a,'b c'] or {a:1,b:'x y'}"
+        raise ConfigError(f"'{text}': cannot read the value; {hint}") from None
     require(override.package is None, f"'{text}': '@' is not supported; write GROUP=CHOICE or KEY=VALUE")
     return override
 

@@ -58,10 +58,17 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
+_SIMILAR = 0.65  # Keys that are less similar to an unknown key are not suggested to the user.
+
+
 def unknown_key(key: str, known: list[str]) -> ConfigError:
-    """Return the ConfigError for a key that does not exist. The error message names the most similar known key."""
-    hint = f"; the nearest known key is '{max(known, key=lambda name: _similarity(key, name))}'" if known else ""
-    return ConfigError(f"unknown config key '{key}'{hint}")
+    """Return the ConfigError for a key that does not exist.
+
+    The error message names the most similar known key, unless no known key is similar enough to be what the user meant.
+    """
+    similarity, nearest = max(((_similarity(key, name), name) for name in known), default=(0.0, ""))
+    hint = f"the nearest known key is '{nearest}'" if similarity >= _SIMILAR else "--cfg prints all keys"
+    return ConfigError(f"unknown config key '{key}'; {hint}")
 
 
 def _similarity(key: str, name: str) -> float:

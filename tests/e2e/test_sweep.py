@@ -51,11 +51,20 @@ def test_each_job_of_a_sweep_trains_with_its_own_values_and_the_same_free_text(t
 
 
 def test_a_job_that_fails_makes_the_status_of_the_sweep_1_and_the_next_job_trains(tmp_path):
-    sweep = train(tmp_path / "sweep", "-m", *JOB, "trainer.seed=-1,1")
+    # A limit of one token excludes every prompt, which is noticed when a job has loaded its data.
+    sweep = train(tmp_path / "sweep", "-m", *JOB, "trainer.seed=1", "rollout.max_prompt_length=1,24")
     assert sweep.status == 1, sweep.stdout + sweep.stderr
-    assert "seed must be >= 0, got -1" in sweep.stderr
     assert "Traceback" not in sweep.stderr
     (failed, failed_result), (trained, trained_result) = job_of(sweep, 0), job_of(sweep, 1)
     assert (failed_result["status"], failed_result["objective"]) == (2, None)
     assert not (failed.output / "metrics.jsonl").exists()
     check_trained(trained, trained_result, seed=1)
+
+
+def test_a_wrong_value_of_the_last_job_is_refused_before_the_first_job_starts(tmp_path):
+    sweep = train(tmp_path / "sweep", "-m", *JOB, "trainer.seed=1,-1")
+    assert sweep.status == 2, sweep.stdout + sweep.stderr
+    assert sweep.stderr.strip().endswith(
+        "error: job 1 of the sweep (trainer.seed=-1): trainer.seed must be >= 0, got -1; no job was started"
+    )
+    assert not sweep.output.exists()

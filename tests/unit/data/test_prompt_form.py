@@ -172,7 +172,17 @@ def test_a_column_that_is_not_there_names_those_that_are(tmp_path):
             ":2: a message is from 'alien', but must be from one of human, user, gpt",
         ),
         ([{"from": ["x"], "value": "hi"}], None, ":2: a message is from ['x'], but must be from one of"),
-        ([{"from": "human"}], None, ":2: the prompt is neither text nor chat messages"),
+        ([{"from": "human"}], None, ":2: the content of the message with role 'user' is None; write the content"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+            None,
+            ":2: the content of the message with role 'user' is a list of parts; write the content as one text",
+        ),
+        (
+            [{"role": "usr", "content": "hi"}],
+            None,
+            ":2: the role 'usr' of a chat message is unknown; use system, developer, user, assistant, tool, or a role",
+        ),
     ],
 )
 def test_a_row_without_a_usable_prompt_is_named(tmp_path, chat_model, value, prompt, said):

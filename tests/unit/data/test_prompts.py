@@ -54,6 +54,11 @@ def test_json_jsonl_and_parquet_of_the_same_rows_give_the_same_prompts(tmp_path)
     assert sets[0][1999].columns == {"answer": 3998, "tags": ["a", "1999"]}
 
 
+def test_null_columns_are_those_without_a_value_in_any_row(tmp_path):
+    rows = [{"prompt": "a", "answer": None, "level": None, "n": 0}, {"prompt": "b", "answer": None, "level": 1}]
+    assert load(jsonl(tmp_path, *rows)).null_columns() == {"answer"}
+
+
 def test_a_json_file_may_hold_one_object_per_line_too(tmp_path):
     assert [p.text for p in load(jsonl(tmp_path, {"prompt": "a"}, {"prompt": "b"}, name="p.json"))] == ["a", "b"]
 
@@ -81,15 +86,15 @@ def test_a_limit_takes_the_first_prompts_that_fit(tmp_path):
 # Tests that the chat template is applied once, and that a prompt has at most one begin token
 
 
-CHAT = [{"role": "user", "content": "hi"}, {"role": "bot", "content": "yo"}, {"role": "user", "content": "?"}]
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "?"}]
 
 
 def test_E9_chat_messages_go_through_the_template_once_with_the_generation_prompt(tmp_path):
     chosen = tokenizer(chat_template=PLAIN_TEMPLATE)
     (prompt,) = load(jsonl(tmp_path, {"prompt": CHAT}), chosen)
-    assert prompt.ids == coded("[user]hi[bot]yo[user]?[bot]")
+    assert prompt.ids == coded("[user]hi[assistant]yo[user]?[bot]")
     assert prompt.ids == chosen.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
-    assert prompt.text == "[user]hi[bot]yo[user]?[bot]"
+    assert prompt.text == "[user]hi[assistant]yo[user]?[bot]"
     assert prompt.messages == CHAT  # The messages are kept for reward models, which apply their own chat templates.
     assert load(jsonl(tmp_path, {"prompt": "hi"}), chosen)[0].messages is None
 
@@ -187,7 +192,7 @@ def test_an_unknown_builtin_task_names_the_known_ones():
         (b'{"prompt": ""}\n', ":1", "the prompt is empty"),
         (b'{"prompt": []}\n', ":1", "the prompt is empty"),
         (b'{"prompt": ["hi"]}\n', ":1", "neither text nor chat messages"),
-        (b'{"prompt": [{"role": "user"}]}\n', ":1", "neither text nor chat messages"),
+        (b'{"prompt": [{"role": "user"}]}\n', ":1", "the content of the message with role 'user' is None"),
         (b'{"prompt": [{"role": "user", "content": "hi"}]}\n', ":1", "no chat template; use text prompts"),
         (b'{"prompt": "\\ud800"}\n', ":1", "not valid Unicode"),
         (b'{"prompt": "a"}\n{"prompt": "a", "x": ["\\uDFFF"]}\n', ":2", "the row is not valid Unicode"),

@@ -54,6 +54,29 @@ def error_of(path: object) -> str:
 # Tests of finding reward functions
 
 
+def test_a_column_that_is_null_in_every_row_is_refused_if_the_function_needs_it():
+    def needs(response, answer):
+        return response == answer
+
+    def may_use(response, answer=""):
+        return response == answer
+
+    message = "reward function 'f' needs the column 'answer', which is null in every row of the data"
+    with pytest.raises(ConfigError, match=message):
+        check_columns(needs, "f", ["answer"], nulls=["answer"])
+    check_columns(needs, "f", ["answer"], nulls=["level"])
+    check_columns(needs, "f", ["answer"], {"answer": "7"}, nulls=["answer"])
+    check_columns(may_use, "f", ["answer"], nulls=["answer"])
+
+
+def test_one_of_the_columns_that_may_hold_the_right_answer_needs_a_value(tmp_path):
+    (tmp_path / "verl.py").write_text("def score(data_source, solution_str, ground_truth): return 1.0")
+    function = load_function(f"{tmp_path}/verl.py:score")
+    with pytest.raises(ConfigError, match=r"needs one of the columns .* and the data has none of them with a value"):
+        check_columns(function, "f", ["answer"], nulls=["answer"])
+    check_columns(function, "f", ["answer"])
+
+
 @pytest.mark.parametrize("path", [f"{BUILTIN}:final_answer", f"{BUILTIN}.final_answer"])
 def test_an_import_path_may_use_a_colon_or_a_dot(path):
     assert call(load_function(path), "2299907=", "0227999#7", COLUMNS) == 1.0

@@ -342,7 +342,10 @@ def test_teachers_have_a_line_and_their_memory():
 def test_values_that_the_profile_gives_are_listed_with_their_keys():
     words = ["model.path=x", "actor.lr=1e-5", "trainer.total_steps=7"]
     found = profile_defaults(words)
-    start, *shown = row("defaults", *words, facts=replace(FACTS, defaults=found)).split(": ", 1)
+    critic = replace(FACTS, defaults=found, needs_critic=True)
+    assert "critic.lr" not in row("defaults", *words, facts=replace(FACTS, defaults=found, needs_critic=False))
+    assert "critic.lr=" in row("defaults", *words, facts=critic)
+    start, *shown = row("defaults", *words, facts=critic).split(": ", 1)
     assert (start, shown) == ("from the profile", [", ".join(f"{key}={value}" for key, value in found.items())])
     assert {"rollout.max_response_length=1024", "trainer.eval_every=20"} < {*shown[0].split(", ")}
     assert not {"actor.lr", "trainer.total_steps"} & {text.partition("=")[0] for text in shown[0].split(", ")}

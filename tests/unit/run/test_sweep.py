@@ -23,7 +23,8 @@ from rltrain.settings.overrides import TEXT_KEYS, from_command_line
 def jobs(tmp_path, monkeypatch):
     """Return the list of commands that a sweep has started.
 
-    The job with seed 3 fails, and all other jobs have an accuracy of seed / 10.
+    The job with seed 3 fails, and all other jobs have an accuracy of seed / 10. The settings may name files that do not
+    exist.
     """
     started: list[list[str]] = []
 
@@ -39,6 +40,7 @@ def jobs(tmp_path, monkeypatch):
         return 2 if seed == 3 else 0
 
     monkeypatch.setattr(module, "_run", run)
+    monkeypatch.setattr(module, "check_without_models", lambda config: None)
     monkeypatch.chdir(tmp_path)
     return started
 
@@ -115,6 +117,7 @@ def test_the_folder_of_a_sweep_may_contain_any_character(jobs, tmp_path, monkeyp
 
 
 def test_config_files_apply_to_every_run_from_any_folder(jobs, tmp_path):
+    (tmp_path / "my.yaml").write_text("actor: {lr: 1e-5}")
     sweep(["trainer.seed=1,2"], ["my.yaml"], console())
     assert [settings_of(command)[:2] for command in jobs] == [["--config", str(tmp_path / "my.yaml")]] * 2
 
@@ -153,6 +156,40 @@ def test_what_hydra_cannot_sweep_is_refused_in_one_line(jobs, words, message):
     assert "\n" not in str(error.value)
     assert "__" not in str(error.value)
     assert jobs == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trainer.seed=1,-1"], r"job 1 of the sweep \(trainer.seed=-1\): trainer.seed must be >= 0, got -1"),
+        (["algorithm=grpo,grop", "trainer.seed=1"], r"job 1 of the sweep \(algorithm=grop\): algorithm=grop: unknown"),
+        (["algorithm=grpo,ppo", "trainer.lr=1"], r"job 0 of the sweep \(algorithm=grpo\): unknown config key"),
+        (["trainer.lr=1"], r"job 0 of the sweep: unknown config key 'trainer.lr'"),
+        (
+            ["model.path=mine", "reward=median", "data.train=train.jsonl,missing.jsonl"],
+            r"job 1 of the sweep .*data.train=missing.jsonl: no such file",
+        ),
+        (["trainer.seed=1,2", "algorithm.loss.clip=0.2"], r"job 0 of the sweep .*clip"),
+        (["data.overlong_prompts=refuse,filter", "data.prompt={question"], r"job 0 of the sweep .*data.prompt"),
+    ],
+)
+def test_before_the_first_job_starts_the_config_of_each_job_is_checked(tmp_path, monkeypatch, words, message):
+    monkeypatch.setattr(module, "_run", lambda command: pytest.fail(f"started {command}"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    with pytest.raises(ConfigError, match=f"{message}.*; no job was started") as error:
+        sweep([*words, "rollout=hf", "trainer.output_dir=out"], [], console())
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
+
+
+def test_a_sweep_whose_configs_are_all_valid_starts_its_jobs(jobs, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    started = []
+    monkeypatch.setattr(module, "_run", lambda command: started.append(command) or 1)
+    monkeypatch.chdir(tmp_path)
+    assert sweep(["algorithm=grpo,ppo", "rollout=hf", "trainer.output_dir=out"], [], console()) == 1
+    assert len(started) == 2
 
 
 def test_hydras_own_settings_go_to_hydra(jobs, tmp_path):

@@ -438,6 +438,55 @@ def test_a_config_file_chooses_data_and_reward_like_the_command_line(tmp_path, t
     assert compose([], [f"{tmp_path}/config.yaml"])[0].reward == config.reward
 
 
+@pytest.mark.parametrize(
+    ("text", "words", "engine", "vllm_process"),
+    [
+        ("rollout: {engine: vllm, temperature: 0.7, vllm: {process: async}}", ["rollout=hf"], "hf", None),
+        ("rollout: {engine: hf, temperature: 0.7, vllm: null}", ["rollout=vllm"], "vllm", "auto"),
+        ("rollout: {temperature: 0.7, vllm: {process: async}}", ["rollout=vllm"], "vllm", "async"),
+        ("rollout: {engine: hf, temperature: 0.7, vllm: null}", [], "hf", None),
+        ("rollout: {engine: vllm, temperature: 0.7}", ["rollout.engine=hf"], "hf", "auto"),
+    ],
+)
+def test_a_choice_of_the_command_line_is_not_undone_by_a_config_file(tmp_path, text, words, engine, vllm_process):
+    (tmp_path / "my.yaml").write_text(text)
+    config = compose(words, [str(tmp_path / "my.yaml")])[0]
+    assert config.rollout.engine == engine
+    assert config.rollout.temperature == 0.7
+    assert (config.rollout.vllm and config.rollout.vllm.process) == vllm_process
+
+
+@pytest.mark.parametrize("group", ["model", "data", "reward", "rollout", "placement"])
+def test_each_choice_can_be_made_for_the_config_file_of_another_run(tmp_path, group):
+    file = tmp_path / "config.yaml"
+    for choice in choices(group):
+        same = ["rollout=hf"] if choice == "inprocess" else []
+        file.write_text(compose([*same, "trainer.seed=7"])[1])
+        found, expected = compose([f"{group}={choice}"], [str(file)])[0], compose([*same, f"{group}={choice}"])[0]
+        assert getattr(found, group) == getattr(expected, group)
+        assert found.trainer.seed == 7
+
+
+def test_an_algorithm_is_not_mixed_with_that_of_a_config_file(tmp_path):
+    (tmp_path / "config.yaml").write_text(compose(["algorithm=dapo"])[1])
+    with pytest.raises(ConfigError, match=r"algorithm=ppo: .* the settings of two algorithms cannot be mixed"):
+        compose(["algorithm=ppo"], [str(tmp_path / "config.yaml")])
+
+
+def test_the_length_of_a_run_is_typed_in_steps_or_in_epochs(tmp_path):
+    (tmp_path / "config.yaml").write_text(compose(["trainer.total_epochs=2"])[1])
+    files = [str(tmp_path / "config.yaml")]
+    assert compose([], files)[0].trainer.total_epochs == 2
+    assert compose(["trainer.total_steps=5", "trainer.total_epochs=null"], files)[0].trainer.total_steps == 5
+    with pytest.raises(ConfigError, match=r"trainer.total_steps=5 with trainer.total_epochs=2: both set the length"):
+        compose(["trainer.total_steps=5"], files)
+
+
+def test_a_file_may_set_keys_of_the_algorithm_that_the_command_line_chooses(tmp_path):
+    (tmp_path / "my.yaml").write_text("algorithm: {entropy_coef: 0.01}")
+    assert compose(["algorithm=ppo"], [str(tmp_path / "my.yaml")])[0].algorithm.entropy_coef == 0.01
+
+
 def test_a_reward_that_follows_from_the_data_is_among_the_choices_of_a_command():
     assert choices_of(["data.train=my.jsonl", "model.path=x"]) == ["profile=instruct", "reward=none"]
     assert choices_of(["data.train=my.jsonl", "reward=sort"]) == ["reward=sort"]
@@ -616,7 +665,7 @@ def test_values_with_spaces_and_quoted_values_arrive_as_they_are():
         ("trainer.seed=1,2", "several values, but a run takes one"),
         ("trainer.seed", "'trainer.seed': settings are written KEY=VALUE; see --help"),
         ("=3", "'=3': no key before the '='"),
-        ("trainer.seed=[", "cannot read the value; quote special characters"),
+        ("trainer.seed=[", "cannot read the value; close each bracket"),
         ("trainer.output_dir=/a=b", """as in 'trainer.output_dir="/a=b"'"""),
         ("trainer.seed=${foo}", "trainer.seed: Interpolation key 'foo' not found; write a plain value"),
         ("trainer.seed=${foo:1}", "trainer.seed: Unsupported interpolation type foo; write a plain value"),

@@ -213,6 +213,11 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(key, nearest):
     assert str(unknown_key(key, keys(Config))) == f"unknown config key '{key}'; the nearest known key is '{nearest}'"
 
 
+@pytest.mark.parametrize("key", ["num_gpus", "foo", "optimizer", "wandb"])
+def test_a_key_that_no_known_key_resembles_gets_no_suggestion(key):
+    assert str(unknown_key(key, keys(Config))) == f"unknown config key '{key}'; --cfg prints all keys"
+
+
 def test_an_unknown_key_inside_a_section_is_refused_too(values):
     with pytest.raises(ConfigError, match=r"^unknown config key 'model.dtyp'; the nearest known key is 'model.dtype'$"):
         parse(Config, changed(values, "model.dtyp", "float32"))
