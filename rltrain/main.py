@@ -280,10 +280,22 @@ def run(config: Config, args: Args, heartbeat: Heartbeat, lock: RunLock) -> int:
         curve=curve,
         overrides=[*(f"--config={file}" for file in args.files), *args.overrides],
         finished=status == 0,
-        rewarded=bool(config.reward.components),
+        other_algorithm=takes_other_algorithms(config, args),
         evaluated=evaluated_prompts(config, prompts),
     )
     return status
+
+
+def takes_other_algorithms(config: Config, args: Args) -> bool:
+    """Return whether another algorithm can train with the run's other settings.
+
+    Other algorithms need rewards. They cannot be combined with a config file that sets the functions of an algorithm.
+    """
+    try:
+        compose(["algorithm=ppo"], args.files)
+    except ConfigError:
+        return False
+    return bool(config.reward.components)
 
 
 def evaluated_prompts(config: Config, prompts: PromptSet) -> str:

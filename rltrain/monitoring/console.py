@@ -412,13 +412,13 @@ def summary(
     curve: Path | None,
     overrides: Sequence[str],
     finished: bool,
-    rewarded: bool = True,
+    other_algorithm: bool = True,
     evaluated: str = HELD_OUT,
 ) -> None:
     """Print the results of training, the paths of the result files, and a shell command to run next.
 
-    A run without rewards (`rewarded` is False) gets no command that trains with another algorithm, because other
-    algorithms need rewards.
+    If `other_algorithm` is False, another algorithm cannot train with the run's other settings, and no command that
+    tries one is printed.
     """
     title = "Done" if finished else "Stopped early"
     console.print(f"\n[bold]{title}[/] after {_steps(steps)}, {seconds:.0f} s", highlight=False)
@@ -437,7 +437,7 @@ def summary(
     if not finished:
         commands = [resume_command(overrides, output_dir)]
     else:
-        commands = [*[next_command(overrides)] * rewarded, *board_command(output_dir)]
+        commands = [*[next_command(overrides)] * other_algorithm, *board_command(output_dir)]
     for number, command in enumerate(commands):
         what = "" if number else "next:" if finished else "to go on:"
         console.print(Text(f"{what:<16}{command}"), soft_wrap=True)

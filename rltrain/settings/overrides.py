@@ -142,7 +142,9 @@ def from_file(path: str) -> list[Item]:
 
     In a config file, the value of a config group is either the name of a choice, as in `algorithm: ppo`, or a mapping
     that sets keys of the group. A config file can list choices of config groups under `defaults`, in the same way as
-    Hydra's own files. The file `config.yaml` in a run's output folder can also be used as a config file.
+    Hydra's own files. The file `config.yaml` in a run's output folder can also be used as a config file. If its
+    `trainer.checkpoint_dir` is the default, the folder `checkpoints` in `trainer.output_dir`, then this setting is left
+    out, so that a new run with another output folder does not use the checkpoints of the old run.
 
     Raises:
         ConfigError: the file cannot be read, or a setting in it is invalid. The message of the ConfigError is one line
@@ -162,6 +164,10 @@ def from_file(path: str) -> list[Item]:
             found += [_choice(key, value)] if is_choice else _settings(str(key), value)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+    settings = {item.key: item for item in found if isinstance(item, Setting)}
+    output, checkpoints = (settings.get(f"trainer.{name}") for name in ("output_dir", "checkpoint_dir"))
+    if output and checkpoints and checkpoints.value == f"{output.value}/checkpoints":
+        found.remove(checkpoints)
     return found
 
 

@@ -418,12 +418,12 @@ def test_each_time_another_sample_is_shown():
 # Tests of the console output at the end of a run.
 
 
-def summary_of(tmp_path, *, overrides=(), finished=True, evaluations=(), rewarded=True):
+def summary_of(tmp_path, *, overrides=(), finished=True, evaluations=(), other_algorithm=True):
     where = console()
     (tmp_path / "model").mkdir(parents=True)
     summary(
         where, evaluations=evaluations, steps=3, seconds=12.4, output_dir=tmp_path, curve=None,
-        overrides=overrides, finished=finished, rewarded=rewarded,
+        overrides=overrides, finished=finished, other_algorithm=other_algorithm,
     )  # fmt: skip
     return where.file.getvalue()
 
@@ -445,10 +445,10 @@ def test_the_summary_says_what_was_learnt_and_where_it_lies(tmp_path):
     assert "Stopped early after 3 steps" in summary_of(tmp_path / "b", finished=False)
 
 
-def test_a_run_without_rewards_is_followed_by_no_training_that_needs_them(tmp_path):
-    assert "next:" not in summary_of(tmp_path / "a", rewarded=False)
+def test_a_run_that_no_other_algorithm_can_repeat_is_followed_only_by_tensorboard(tmp_path):
+    assert "next:" not in summary_of(tmp_path / "a", other_algorithm=False)
     (tmp_path / "b" / "tensorboard").mkdir(parents=True)
-    (line,) = [line for line in summary_of(tmp_path / "b", rewarded=False).splitlines() if "tensorboard" in line]
+    (line,) = [line for line in summary_of(tmp_path / "b", other_algorithm=False).splitlines() if "tensorboard" in line]
     assert line.startswith("next:           ")
     assert line.endswith(f"tensorboard --logdir {tmp_path}")
 

@@ -241,6 +241,13 @@ def test_the_config_file_of_a_run_can_be_given_to_another_run(name, tmp_path):
     assert with_all_knobs(compose([], [str(file)])[0]) == written
 
 
+@pytest.mark.parametrize(("folder", "found"), [("run/checkpoints", "new/checkpoints"), ("s3://b/c", "s3://b/c")])
+def test_a_run_with_the_config_file_of_another_run_does_not_use_its_checkpoint_folder(tmp_path, folder, found):
+    (tmp_path / "config.yaml").write_text(compose(["trainer.output_dir=run", f"trainer.checkpoint_dir={folder}"])[1])
+    assert compose(["trainer.output_dir=new"], [str(tmp_path / "config.yaml")])[0].trainer.checkpoint_dir == found
+    assert compose([], [str(tmp_path / "config.yaml")])[0].trainer.checkpoint_dir == folder
+
+
 @pytest.mark.parametrize("name", choices("algorithm"))
 def test_an_algorithm_opens_with_its_paper(name):
     lines = (config_dir() / "algorithm" / f"{name}.yaml").read_text().splitlines()
