@@ -110,9 +110,9 @@ class WandbTracker:
             with contextlib.suppress(psutil.Error):
                 if process.name() == SERVICE:
                     process.kill()
-        # The function `wandb.teardown` may raise an exception, but only after `wandb.teardown` has removed wandb's exit
-        # handler.
-        with contextlib.suppress(Exception):
+        # `wandb.teardown` removes wandb's exit handler, and then fails because `wandb-core` is gone. It may raise
+        # SystemExit with the status of `wandb-core`, which would become the exit status of the run.
+        with contextlib.suppress(Exception, SystemExit):
             wandb.teardown()
 
     def _start(self, run_id: str | None, **how: Any) -> "wandb.Run":

@@ -14,7 +14,7 @@ wandb = pytest.importorskip("wandb")
 from wandb.proto import wandb_internal_pb2  # noqa: E402
 
 from rltrain.base.errors import ConfigError  # noqa: E402
-from rltrain.monitoring.trackers.wandb_tracker import WandbTracker  # noqa: E402
+from rltrain.monitoring.trackers.wandb_tracker import SERVICE, WandbTracker  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # Warnings that the library wandb emits must not make a test fail.
 # The block size and the header size belong to the LevelDB log format, in which wandb writes offline files.
@@ -168,3 +168,22 @@ def test_a_login_that_is_missing_is_refused_before_the_run(monkeypatch, tmp_path
     wandb.teardown()
     with pytest.raises(ConfigError, match=r"^trainer.trackers=\[wandb\]: .*set WANDB_API_KEY, or WANDB_MODE=offline"):
         WandbTracker.check()
+
+
+def test_giving_up_kills_the_service_of_wandb_and_raises_nothing(tmp_path):
+    import psutil
+
+    tracker = WandbTracker(tmp_path)
+    tracker.restore(0, [], [])
+    (service,) = [child for child in psutil.Process().children() if child.name() == SERVICE]
+    tracker.give_up()
+    assert not service.is_running() or service.status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_exit_status_of_wandbs_service_does_not_end_the_run(tmp_path, monkeypatch):
+    def exits():
+        raise SystemExit(-9)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wandb, "teardown", exits)
+        WandbTracker(tmp_path).give_up()
