@@ -67,6 +67,21 @@ class _Ticking(DefaultLoadPlanner):
         tick()
 
 
+@functools.cache
+def _checkpoint_group(role: str, world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Create the process group for the checkpoints of a role.
+
+    Roles save at the same time, so each role needs a process group of its own. A process keeps the threads and sockets
+    of each process group, so a process that trains several times uses the same one again.
+
+    Args:
+        role: name of the role.
+        world: the process group of all ranks. After torch.distributed has been set up again, `world` is another object.
+    """
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
+
+
 class RankState:
     """Object that saves and loads this rank's part of the training state of one role.
 
@@ -85,12 +100,11 @@ class RankState:
 
     @functools.cached_property
     def group(self) -> dist.ProcessGroup:
-        """Return the process group for the collective operations of checkpoints.
+        """Return the process group for the collective operations of the role's checkpoints.
 
         All ranks must access `group` for the first time together, because the first access creates the process group.
         """
-        group: dist.ProcessGroup = dist.new_group(backend="gloo")
-        return group
+        return _checkpoint_group(self.role, dist.group.WORLD)
 
     @functools.cached_property
     def small(self) -> dict[str, bytes]:
