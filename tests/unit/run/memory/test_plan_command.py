@@ -35,7 +35,7 @@ def test_plan_of_a_model_of_ones_own_lists_what_the_profile_gives_and_the_user_h
     assert line == (
         "defaults   from the profile: trainer.prompts_per_step=64, trainer.prompts_per_minibatch=32, "
         "trainer.eval_every=20, trainer.sample_every=5, actor.lr=1e-06, actor.lr_schedule=constant, "
-        "actor.lr_warmup_steps=10, critic.lr=1e-05"
+        "actor.lr_warmup_steps=10"
     )
 
 
