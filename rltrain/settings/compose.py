@@ -50,12 +50,14 @@ def compose(overrides: Sequence[str], files: Sequence[str] = ()) -> tuple[Config
     set_text(values, items)
     expand(values)
     _refuse_secrets(values)
+    typed = set(map(_key_of, overrides))
+    if "trainer.total_steps" in typed and "trainer.total_epochs" not in typed:
+        values["trainer"]["total_epochs"] = None  # The command line overrides the number of epochs in a config file.
     config = parse(Config, values)
-    if config.trainer.total_epochs is not None and "trainer.total_steps" in map(_key_of, overrides):
+    if "trainer.total_steps" in typed and config.trainer.total_epochs is not None:
         raise ConfigError(
             f"trainer.total_steps={config.trainer.total_steps} with trainer.total_epochs="
-            f"{config.trainer.total_epochs:g}: both set the length of the run; leave one of them out, or set "
-            "trainer.total_epochs=null"
+            f"{config.trainer.total_epochs:g}: both set the length of the run; leave one of them out"
         )
     return config, to_yaml(config)
 

@@ -484,9 +484,11 @@ def test_the_length_of_a_run_is_typed_in_steps_or_in_epochs(tmp_path):
     (tmp_path / "config.yaml").write_text(compose(["trainer.total_epochs=2"])[1])
     files = [str(tmp_path / "config.yaml")]
     assert compose([], files)[0].trainer.total_epochs == 2
+    steps = compose(["trainer.total_steps=5"], files)[0].trainer
+    assert (steps.total_steps, steps.total_epochs) == (5, None)
     assert compose(["trainer.total_steps=5", "trainer.total_epochs=null"], files)[0].trainer.total_steps == 5
-    with pytest.raises(ConfigError, match=r"trainer.total_steps=5 with trainer.total_epochs=2: both set the length"):
-        compose(["trainer.total_steps=5"], files)
+    with pytest.raises(ConfigError, match=r"trainer.total_steps=5 with trainer.total_epochs=3: both set the length"):
+        compose(["trainer.total_steps=5", "trainer.total_epochs=3"], files)
 
 
 def test_a_file_may_set_keys_of_the_algorithm_that_the_command_line_chooses(tmp_path):
