@@ -74,7 +74,7 @@ def draw_learning_curve(history: list[dict[str, float]], evaluations: list[dict[
     length.set_ylabel("answer length, tokens", color="tab:orange")
     lines = [*reward.get_legend_handles_labels()[0], *length.get_legend_handles_labels()[0]]
     labels = [str(line.get_label()) for line in lines]
-    # Below the axes, the legend hides no part of the curves.
+    # The legend is placed below the plot, where it cannot cover the curves.
     figure.legend(lines, labels, loc="outside lower center", ncols=len(lines), frameon=False)
     reward.set_title("Reward and answer length")
     figure.savefig(path, dpi=120)

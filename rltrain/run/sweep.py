@@ -119,7 +119,7 @@ class Job:
         self.texts = list(texts)
 
     def settings(self, words: Iterable[str]) -> list[str]:
-        """Return the settings of one job, as `rltrain.main` reads them.
+        """Return the settings of one job in the form in which they are typed after `python -m rltrain.main`.
 
         Args:
             words: the settings that Hydra gives to the job, one value per key.

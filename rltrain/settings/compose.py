@@ -69,12 +69,13 @@ def _key_of(word: str) -> str:
 def _items(overrides: Sequence[str], files: Sequence[str]) -> list[Item]:
     from_files = [item for file in files for item in from_file(file)]
     typed = [from_command_line(word) for word in overrides]
-    items = [*(item for item in from_files if not _undoes_a_choice(item, chosen(typed))), *typed]
+    choices_typed = chosen(typed)
+    items = [*(item for item in from_files if not _undoes_a_choice(item, choices_typed)), *typed]
     return [*_default_choices(items), *items]
 
 
 def _undoes_a_choice(item: Item, typed: Mapping[str, str]) -> bool:
-    """Return whether an item of a config file is a setting that would undo a choice on the command line.
+    """Return whether a config file's item is a setting that would override a choice on the command line.
 
     Settings override choices. If the command line has `rollout=hf` and a config file sets `rollout.engine`, the file's
     engine would be used, so this setting must be left out. The file's `rollout.temperature` is kept, because it is the
@@ -104,7 +105,7 @@ def _undoes_a_choice(item: Item, typed: Mapping[str, str]) -> bool:
     key = name.partition(".")[0]
     values = [composed_files(config_dir(), ((group, choice),))[group][key] for choice in choices(group)]
     new = composed_files(config_dir(), ((group, typed[group]),))[group][key]
-    # If the chosen YAML file has a mapping, the file's settings of single keys in the mapping are kept.
+    # `rollout=vllm` keeps a config file's `rollout.vllm.process`; `rollout=hf` drops it, because its `vllm` is null.
     return any(value != values[0] for value in values) and (name == key or new is None)
 
 

@@ -58,7 +58,7 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-_SIMILAR = 0.65  # Keys that are less similar to an unknown key are not suggested to the user.
+_SIMILAR = 0.65  # A known key is suggested for an unknown key only from this similarity on.
 
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:

@@ -110,8 +110,8 @@ class WandbTracker:
             with contextlib.suppress(psutil.Error):
                 if process.name() == SERVICE:
                     process.kill()
-        # `wandb.teardown` removes wandb's exit handler, and then fails because `wandb-core` is gone. It may raise
-        # SystemExit with the status of `wandb-core`, which would become the exit status of the run.
+        # `wandb.teardown` removes wandb's exit handler. It then fails, because `wandb-core` was killed. If the failure
+        # is a SystemExit, it must not end the run with the exit status of `wandb-core`.
         with contextlib.suppress(Exception, SystemExit):
             wandb.teardown()
 
