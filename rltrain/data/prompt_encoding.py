@@ -200,7 +200,7 @@ def _require_prompt(prompt: Any, tokenizer: Any, place: str) -> None:
         wrong = "a list of parts" if isinstance(content, list) else repr(content)
         require(
             isinstance(content, str),
-            f"{place}: the content of the message with role '{message['role']}' is {wrong}; write the content as one "
+            f"{place}: the content of the message with role {message['role']!r} is {wrong}; write the content as one "
             "text",
         )
     template = tokenizer.chat_template
@@ -213,7 +213,7 @@ def _require_prompt(prompt: Any, tokenizer: Any, place: str) -> None:
     for role in {message["role"] for message in prompt}.difference(_ROLES):
         require(
             f"'{role}'" in str(template) or f'"{role}"' in str(template),
-            f"{place}: the role '{role}' of a chat message is unknown; use {', '.join(_ROLES)}, or a role that the "
+            f"{place}: the role {role!r} of a chat message is unknown; use {', '.join(_ROLES)}, or a role that the "
             "model's chat template names",
         )
 

@@ -183,6 +183,7 @@ def test_a_column_that_is_not_there_names_those_that_are(tmp_path):
             None,
             ":2: the role 'usr' of a chat message is unknown; use system, developer, user, assistant, tool, or a role",
         ),
+        ([{"role": "us\ner", "content": "hi"}], None, r":2: the role 'us\ner' of a chat message is unknown"),
     ],
 )
 def test_a_row_without_a_usable_prompt_is_named(tmp_path, chat_model, value, prompt, said):
