@@ -21,10 +21,13 @@ must not load torch.
 """
 
 import hashlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any, Self, TypeVar
+
+from rltrain.batch.token_arrays import FLOAT32, INT32, INT64, float_array, int_array
 
 NOT_SAMPLED = -1  # The value of `policy_version` at a response token that belongs to an observation.
 # Values of `Trajectory.stop_reason` which mean that a limit cut the trajectory off.
@@ -38,6 +41,9 @@ _Value = TypeVar("_Value", int, float)
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One turn of a trajectory: an observation and the policy's action on the observation.
+
+    The values of the sampled tokens (`action_ids`, `log_probs`, `versions`) may be given as any sequences and are
+    stored as arrays.
 
     Attributes:
         observation_ids: token ids that were added to the context after the previous turn, such as a tool's result or a
@@ -70,6 +76,9 @@ class Turn:
                 f"{len(self.action_ids)} sampled tokens, {len(self.log_probs)} log-probs, {len(self.versions)} "
                 "versions: each sampled token of a turn must have one log-prob and one version"
             )
+        object.__setattr__(self, "action_ids", int_array(self.action_ids))
+        object.__setattr__(self, "log_probs", float_array(self.log_probs))
+        object.__setattr__(self, "versions", int_array(self.versions))
 
     def token_rewards(self) -> list[float]:
         """Return the reward of each sampled token: the turn's reward for the last token, 0.0 for all other tokens."""
@@ -169,10 +178,12 @@ class Trajectory:
     def state_dict(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
         """Return the trajectory as a dict from which `from_state` can restore the trajectory.
 
-        If the token ids of the trajectory's prompt equal `prompt_ids`, `state_dict` leaves these token ids out of the
-        dict.
+        The dict holds only values that JSON can represent. If the token ids of the trajectory's prompt equal
+        `prompt_ids`, `state_dict` leaves these token ids out of the dict.
         """
         state = asdict(self)
+        for turn in state["turns"]:
+            turn |= {name: list(turn[name]) for name in ("observation_ids", "action_ids", "log_probs", "versions")}
         if list(self.prompt_ids) == list(prompt_ids):
             del state["turns"][0]["observation_ids"]
         return state
@@ -180,7 +191,10 @@ class Trajectory:
     @classmethod
     def from_state(cls, state: Mapping[str, Any], prompt_ids: Sequence[int]) -> Self:
         """Restore a trajectory from a state that `state_dict` returned for the same `prompt_ids`."""
-        turns = [Turn(**{"observation_ids": prompt_ids} | turn) for turn in state["turns"]]
+        turns = []
+        for turn in state["turns"]:
+            observed = int_array(turn["observation_ids"]) if "observation_ids" in turn else prompt_ids
+            turns.append(Turn(**turn | {"observation_ids": observed}))
         return cls(**{**state, "turns": turns})
 
     def segments(self) -> list[tuple[int, bool]]:
@@ -202,6 +216,7 @@ class Trajectory:
     def turn_states(self) -> Sequence[int]:
         """Return for each sampled token a hash of its turn's observation, and 0 for each observation token."""
         return self._response(
+            INT64,
             lambda turn: [_hash(turn.observation_ids)] * len(turn.action_ids),
             lambda turn: [0] * len(turn.observation_ids),
         )
@@ -217,22 +232,23 @@ class Trajectory:
 
     def turn_rewards(self) -> Sequence[float]:
         """Return the turn's reward at the last sampled token of each turn, and 0.0 at all other response tokens."""
-        return self._response(Turn.token_rewards, lambda turn: [0.0] * len(turn.observation_ids))
+        return self._response(FLOAT32, Turn.token_rewards, lambda turn: [0.0] * len(turn.observation_ids))
 
     def response_ids(self) -> Sequence[int]:
         """Return the token ids of the response: the first action, then each observation followed by its action."""
-        return self._response(attrgetter("action_ids"), attrgetter("observation_ids"))
+        return self._response(INT32, attrgetter("action_ids"), attrgetter("observation_ids"))
 
     def log_probs(self) -> Sequence[float]:
         """Return the log-prob of each response token in nats; the value at observation tokens is 0."""
-        return self._response(attrgetter("log_probs"), lambda turn: [0.0] * len(turn.observation_ids))
+        return self._response(FLOAT32, attrgetter("log_probs"), lambda turn: [0.0] * len(turn.observation_ids))
 
     def versions(self) -> Sequence[int]:
         """Return the weight version of each response token; the value at observation tokens is `NOT_SAMPLED`."""
-        return self._response(attrgetter("versions"), lambda turn: [NOT_SAMPLED] * len(turn.observation_ids))
+        return self._response(INT32, attrgetter("versions"), lambda turn: [NOT_SAMPLED] * len(turn.observation_ids))
 
     def _response(
         self,
+        typecode: str,
         of_action: Callable[[Turn], Sequence[_Value]],
         of_observation: Callable[[Turn], Sequence[_Value]],
     ) -> Sequence[_Value]:
@@ -241,16 +257,17 @@ class Trajectory:
         If the trajectory has only one turn, the values of that turn's action are returned without a copy.
 
         Args:
+            typecode: type of the values in the returned array.
             of_action: function that returns the values of a turn's sampled tokens.
             of_observation: function that returns the values of a turn's observation tokens.
         """
-        values = of_action(self.turns[0])
+        first = of_action(self.turns[0])
         if len(self.turns) == 1:
-            return values
-        values = list(values)
+            return first
+        values = array(typecode, first)
         for turn in self.turns[1:]:
-            values += of_observation(turn)
-            values += of_action(turn)
+            values.extend(of_observation(turn))
+            values.extend(of_action(turn))
         return values
 
 

@@ -91,7 +91,7 @@ async def merged_log_probs(workers, folder, tokens) -> list[float]:
     await save(workers.actor, folder)
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     with torch.no_grad():
-        log_softmax = model(torch.tensor([REQUEST.prompt_ids + tokens])).logits[0].log_softmax(-1)
+        log_softmax = model(torch.tensor([[*REQUEST.prompt_ids, *tokens]])).logits[0].log_softmax(-1)
     predicting = log_softmax[len(REQUEST.prompt_ids) - 1 : -1]
     return predicting.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 

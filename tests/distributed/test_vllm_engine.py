@@ -87,7 +87,7 @@ def shaken(start: str, scale: float, seed: int = 0) -> torch.nn.Module:
 
 
 def trainer_log_probs(model: torch.nn.Module, request: Request, answer: Completion) -> torch.Tensor:
-    ids = torch.tensor([request.prompt_ids + answer.token_ids])
+    ids = torch.tensor([[*request.prompt_ids, *answer.token_ids]])
     with torch.no_grad():
         log_softmax = (model(ids).logits[0].double() / request.temperature).log_softmax(-1)
     predicting = log_softmax[len(request.prompt_ids) - 1 : -1]
@@ -244,7 +244,7 @@ async def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_i
         answer = found[request.key]
         assert answer.token_ids[:3] == undisturbed[request.key].token_ids[:3]
         before = answer.versions.count(20)
-        assert answer.versions == [20] * before + [21] * (len(answer.versions) - before)
+        assert list(answer.versions) == [20] * before + [21] * (len(answer.versions) - before)
         check_each_token(models, request, answer)
     assert any(0 < answer.versions.count(20) < len(answer.versions) for answer in found.values())
     again = await answers(engine, asked)  # cached keys and values of the old weights must not be used

@@ -85,7 +85,7 @@ async def log_prob_gap(engine: Role[RolloutWorker], model: torch.nn.Module) -> f
 
 @torch.no_grad()
 def gap(answer: Completion, model: torch.nn.Module) -> float:
-    ids = torch.tensor([PROMPT + answer.token_ids])
+    ids = torch.tensor([[*PROMPT, *answer.token_ids]])
     log_probs = model(ids, use_cache=False).logits[0].log_softmax(-1)[len(PROMPT) - 1 : -1]
     expected = log_probs.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
     return float((torch.tensor(answer.log_probs) - expected).abs().max())

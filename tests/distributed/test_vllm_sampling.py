@@ -92,7 +92,7 @@ async def test_vllm_samples_and_weighs_what_the_transformers_engine_keeps(start,
     for request in [*sampled, *greedy]:
         answer = got[request.key]
         with torch.no_grad():
-            logits = model(torch.tensor([request.prompt_ids + answer.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+            logits = model(torch.tensor([[*request.prompt_ids, *answer.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
         kept = logits / (request.temperature or 1.0)
         for keep in filters if request.temperature else []:
             kept = keep(None, kept)
@@ -100,7 +100,7 @@ async def test_vllm_samples_and_weighs_what_the_transformers_engine_keeps(start,
         expected = kept.log_softmax(-1).gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         assert torch.allclose(torch.tensor(answer.log_probs), expected, atol=1e-3)
         if not request.temperature:
-            assert answer.token_ids == logits.argmax(-1).tolist()
+            assert list(answer.token_ids) == logits.argmax(-1).tolist()
         if top_k == 1:
             assert answer.token_ids == got[1, 0].token_ids
     assert dropped
@@ -128,7 +128,7 @@ async def test_an_answer_is_exactly_the_tokens_up_to_the_one_that_completes_a_st
             for key, answer in again.items():
                 assert answer.token_ids == stopped[key].token_ids
                 assert answer.finish_reason == stopped[key].finish_reason
-                assert answer.versions == sorted(answer.versions)
+                assert list(answer.versions) == sorted(answer.versions)
                 assert set(answer.versions) <= {version - 1, version}
                 split += answer.finish_reason == "stop" and len(set(answer.versions)) > 1
     assert 0 < cut < len(plain)

@@ -171,7 +171,7 @@ async def sequential(tasks, model, steps, *overrides):
             while engine.busy:
                 answers |= {answer.key: answer for answer in engine.step()}
         keys = sorted(answers)
-        texts = char_tokenizer().batch_decode([answers[key].token_ids for key in keys], skip_special_tokens=True)
+        texts = char_tokenizer().batch_decode([list(answers[key].token_ids) for key in keys], skip_special_tokens=True)
         scores = torch.tensor(
             [
                 0.0 if int(prompts[k[0]].text[0]) % 2 else sum(map(ord, t)) % 3.0
@@ -180,7 +180,7 @@ async def sequential(tasks, model, steps, *overrides):
         )
         batch = DataProto.from_dict(
             {"prompts": jagged([prompts[uid].ids for uid, _ in keys], torch.int64),
-             "responses": jagged([answers[key].token_ids for key in keys], torch.int64),
+             "responses": jagged([list(answers[key].token_ids) for key in keys], torch.int64),
              "rollout_log_probs": jagged([answers[key].log_probs for key in keys], torch.float32),
              "uid": torch.tensor([uid for uid, _ in keys])}
         )  # fmt: skip

@@ -1,11 +1,13 @@
 """The record of a running trajectory: its turns, its token ids and its messages."""
 
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rltrain.base.random_streams import stream_seed
+from rltrain.batch.token_arrays import int_array
 from rltrain.batch.trajectory import Trajectory, Turn
 from rltrain.environments.contract import EnvironmentFailure
 from workers.environments.messages import EpisodeRequest, Limits
@@ -22,13 +24,13 @@ class _Context:
     """The context in which the action of one turn was sampled.
 
     Attributes:
-        ids: Token ids of the context, followed by the turn's action. The list `ids` may end with the token ids of a
+        ids: Token ids of the context, followed by the turn's action. The array `ids` may end with the token ids of a
             later turn that continues the context.
         begin: Number of tokens in the context before the turn's action.
         end: Number of tokens in the context up to the end of the turn's action.
     """
 
-    ids: list[int]
+    ids: "array[int]"
     begin: int
     end: int
 
@@ -134,13 +136,13 @@ class Recording:
             after: Index of the finished turn whose context the turn continues; None for a new context.
         """
         context, of_last = self._continued(after)
-        repeated = [] if of_last else context.ids[: context.end]
+        repeated = int_array(()) if of_last else context.ids[: context.end]
         ids = context.ids if len(context.ids) == context.end else context.ids[: context.end]
-        ids += result.observation_ids
+        ids.extend(result.observation_ids)
         self._contexts.append(_Context(ids, len(ids), len(ids) + len(result.token_ids)))
-        ids += result.token_ids
+        ids.extend(result.token_ids)
         turn = Turn(
-            [*repeated, *result.observation_ids],
+            repeated + int_array(result.observation_ids),
             result.token_ids,
             result.log_probs,
             result.versions,
@@ -162,7 +164,7 @@ class Recording:
         turn of a trajectory, `_continued` returns a `_Context` without tokens, and True.
         """
         if after is None or not self.turns:
-            return _Context([], 0, 0), not self.turns
+            return _Context(int_array(()), 0, 0), not self.turns
         return self._contexts[after], after in (LAST, len(self.turns) - 1)
 
     def reward_turn(self, number: int, reward: float | None) -> None:

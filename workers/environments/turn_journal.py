@@ -228,7 +228,8 @@ def _state_of(result: TurnResult) -> dict[str, Any]:
     """Convert a turn's result with an action to plain values, which JSON can represent."""
     assert result.action is not None, "a turn without an action is not recorded"
     calls = [asdict(call) for call in result.action.calls]
-    return vars(result) | {"action": {"content": result.action.content, "calls": calls}}
+    numbers = {name: list(getattr(result, name)) for name in ("observation_ids", "token_ids", "log_probs", "versions")}
+    return vars(result) | numbers | {"action": {"content": result.action.content, "calls": calls}}
 
 
 def _result_of(state: Mapping[str, Any]) -> TurnResult:

@@ -1,8 +1,10 @@
 """Messages to and from a rollout engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rltrain.batch.token_arrays import float_array, int_array
 from rltrain.batch.trajectory import Trajectory
 
 
@@ -42,6 +44,9 @@ class Request:
 class Completion:
     """One sampled answer.
 
+    The values of the tokens (`token_ids`, `log_probs`, `versions`) may be given as any sequences and are stored as
+    arrays.
+
     Attributes:
         key: Key of the `Request` that this completion answers.
         token_ids: Token ids that the engine sampled, including the final end token or the final tokens of a stop
@@ -53,10 +58,10 @@ class Completion:
     """
 
     key: tuple[int, ...]
-    token_ids: list[int]
-    log_probs: list[float]
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
     finish_reason: str
-    versions: list[int]
+    versions: Sequence[int]
     text: str = ""
 
     def __post_init__(self) -> None:
@@ -65,6 +70,9 @@ class Completion:
                 f"sample {self.key}: {len(self.token_ids)} tokens, {len(self.log_probs)} log-probs, "
                 f"{len(self.versions)} versions; an engine must return one log-prob and one version per token"
             )
+        object.__setattr__(self, "token_ids", int_array(self.token_ids))
+        object.__setattr__(self, "log_probs", float_array(self.log_probs))
+        object.__setattr__(self, "versions", int_array(self.versions))
 
 
 Answer = Completion | Trajectory  # Result of a request: a single answer, or a trajectory in an environment.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rltrain.base.errors import described
+from rltrain.batch.token_arrays import int_array
 from rltrain.data.turn_rendering import TurnRenderer
 from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, BrokenCall, ParsedAction, plain_text
 from rltrain.rewards.loading import import_function
@@ -89,7 +90,7 @@ class TurnServer:
             refused = isinstance(error, ValueError)
             said = str(error) if refused else f"the messages cannot be rendered: {described(error)}"
             return TurnResult(turn.key, error=said, serial=turn.serial), [], 0
-        result = TurnResult(turn.key, observed, messages=messages, serial=turn.serial)
+        result = TurnResult(turn.key, int_array(observed), messages=messages, serial=turn.serial)
         if first and len(observed) > turn.max_prompt_tokens:
             said = (
                 f"the prompt has {len(observed)} tokens (including the descriptions of the tools and the text of "
@@ -136,7 +137,8 @@ class TurnServer:
             if (turn := self.open.pop(one.key, None)) is None:
                 continue  # The turn was aborted before it was submitted to the engine, so no client waits for it.
             client, result, parse = turn
-            written = self.renderer.action_text(one.token_ids)
+            ids = list(one.token_ids)
+            written = self.renderer.action_text(ids)
             action = parse(written)
             done = replace(
                 result,
@@ -144,7 +146,7 @@ class TurnServer:
                 log_probs=one.log_probs,
                 versions=one.versions,
                 finish_reason=one.finish_reason,
-                text=self.tokenizer.decode(one.token_ids, skip_special_tokens=True),
+                text=self.tokenizer.decode(ids, skip_special_tokens=True),
                 action=action,
                 written=written if any(isinstance(call, BrokenCall) for call in action.calls) else "",
             )

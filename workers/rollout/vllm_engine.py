@@ -12,6 +12,7 @@ import pickle
 import queue
 import threading
 import time
+from array import array
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future as ConcurrentFuture
 from multiprocessing.connection import wait
@@ -30,6 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rltrain.base.errors import ConfigError, SyncError, WorkerLost, one_line
+from rltrain.batch.token_arrays import float_array, int_array
 from rltrain.data.model_weights import check_weights
 from rltrain.settings.schema import Config, RolloutConfig
 from workers.cluster import leftovers
@@ -125,22 +127,22 @@ def sampling_params(request: Request, stop_ids: Sequence[int], config: RolloutCo
 def completion_of(output: RequestOutput, key: tuple[int, ...]) -> Completion:
     """Convert a finished vLLM output to a `Completion`. Tokens sampled before the first weight sync have version 0."""
     answer = output.outputs[0]
-    ids = list(answer.token_ids)
-    return Completion(key, ids, _log_probs(answer), answer.finish_reason or "abort", _versions(answer, len(ids)))
+    versions = _versions(answer, len(answer.token_ids))
+    return Completion(key, answer.token_ids, _log_probs(answer), answer.finish_reason or "abort", versions)
 
 
-def _log_probs(answer: CompletionOutput) -> list[float]:
+def _log_probs(answer: CompletionOutput) -> "array[float]":
     steps: Sequence[Any] = answer.logprobs or []
-    return [step[token].logprob for token, step in zip(answer.token_ids, steps, strict=True)]
+    return float_array(step[token].logprob for token, step in zip(answer.token_ids, steps, strict=True))
 
 
-def _versions(answer: CompletionOutput, count: int) -> list[int]:
+def _versions(answer: CompletionOutput, count: int) -> "array[int]":
     """Return the version of the weights that sampled each of the first `count` tokens of an answer."""
-    versions = [0] * count
+    versions = int_array([0]) * count
     for span in answer.weight_versions or []:
         if span.version.isdecimal():
             end = min(span.end, count)
-            versions[span.start : end] = [int(span.version)] * (end - span.start)
+            versions[span.start : end] = int_array([int(span.version)]) * (end - span.start)
     return versions
 
 
@@ -158,9 +160,7 @@ class Growing:
 
     def __init__(self, key: tuple[int, ...], strings: StopStrings) -> None:
         self.key, self.strings, self.ended = key, strings, False
-        self.ids: list[int] = []
-        self.log_probs: list[float] = []
-        self.versions: list[int] = []
+        self.ids, self.log_probs, self.versions = int_array(()), float_array(()), int_array(())
 
     def add(self, answer: CompletionOutput, version: int) -> bool:
         """Add the new tokens of vLLM's output `answer`, which were sampled with the weights of version `version`.

@@ -326,7 +326,7 @@ class RolloutWorker:
                 self.turns.deliver(completions)
                 self.news.notify_all()
             return
-        texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode([list(c.token_ids) for c in completions], skip_special_tokens=True)
         texts = [text_before(text, self.stops) for text in texts]
         ready = [Completion(**{**vars(c), "text": text}) for c, text in zip(completions, texts, strict=True)]
         with self.news:

@@ -14,7 +14,7 @@ QUESTION = turn([1, 2], [3, 4], version=7, reason="stop", text="call the tool. "
 TOOL = turn([50, 51, 52], [5], version=8, reason="length", text="it says 5")
 
 
-def test_one_turn_is_a_prompt_and_an_answer_whose_lists_are_not_copied():
+def test_one_turn_is_a_prompt_and_an_answer_whose_arrays_are_not_copied():
     one = Trajectory(4, 1, (QUESTION,))
     assert one.prompt_ids is QUESTION.observation_ids
     assert one.response_ids() is QUESTION.action_ids
@@ -27,16 +27,16 @@ def test_one_turn_is_a_prompt_and_an_answer_whose_lists_are_not_copied():
 def test_later_observations_are_part_of_the_response_and_are_not_sampled():
     two = Trajectory(4, 1, (QUESTION, TOOL))
     assert two.prompt_ids == [1, 2]
-    assert two.response_ids() == [3, 4, 50, 51, 52, 5]
-    assert two.log_probs() == [-1.5, -2.0, 0.0, 0.0, 0.0, -2.5]
-    assert two.versions() == [7, 7, NOT_SAMPLED, NOT_SAMPLED, NOT_SAMPLED, 8]
+    assert list(two.response_ids()) == [3, 4, 50, 51, 52, 5]
+    assert list(two.log_probs()) == [-1.5, -2.0, 0.0, 0.0, 0.0, -2.5]
+    assert list(two.versions()) == [7, 7, NOT_SAMPLED, NOT_SAMPLED, NOT_SAMPLED, 8]
     assert two.segments() == [(2, True), (3, False), (1, True)]
     assert (two.finish_reason, two.text) == ("length", "call the tool. it says 5")
 
 
 def test_a_trajectory_may_end_with_an_observation():
     ended = Trajectory(4, 1, (QUESTION, turn([50], [])))
-    assert ended.response_ids() == [3, 4, 50]
+    assert list(ended.response_ids()) == [3, 4, 50]
     assert ended.segments() == [(2, True), (1, False), (0, True)]
 
 

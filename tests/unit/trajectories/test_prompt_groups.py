@@ -107,7 +107,7 @@ def test_a_reissued_group_keeps_its_answers_and_scores_and_asks_for_the_rest():
     made.generated(completion(0, 1, version=1))
     made.scored(score(0, 1))
     (group,) = made.take(1)
-    assert (group.shipped, [one.versions() for _, one in sorted(group.trajectories.items())]) == (0, [[0], [1]])
+    assert (group.shipped, [list(one.versions()) for _, one in sorted(group.trajectories.items())]) == (0, [[0], [1]])
     assert [group.results[number].scores for number in (0, 1)] == [(7.0,), (1.0,)]
 
 

@@ -164,13 +164,13 @@ def test_each_form_of_the_api_gives_the_same_trajectory(program):
     engine = Script(ASK, say("four"))
     found = run(engine, program)
     assert (found.stop_reason, found.error, found.reward, found.finish_reason) == ("done", "", 4.0, "stop")
-    assert found.response_ids() == [50, END, 11, 51, END]
+    assert list(found.response_ids()) == [50, END, 11, 51, END]
     assert [list(turn.log_probs) for turn in found.turns] == [[-0.5, -0.25]] * 2
-    assert [turn.versions for turn in found.turns] == [[0, 0], [1, 1]]
+    assert [list(turn.versions) for turn in found.turns] == [[0, 0], [1, 1]]
     first, second = engine.requests
     assert first.messages == [{"role": "user", "content": "go"}]
     assert second.messages == [{"role": "tool", "content": "pear: 4", "tool_call_id": "c0", "name": "price"}]
-    assert (second.context_ids, second.action_ids) == ([1], [50, END])
+    assert (list(second.context_ids), list(second.action_ids)) == ([1], [50, END])
     assert list(first.tools) == list(second.tools) == [PRICE]
     assert [one["role"] for one in found.messages] == ["user", "assistant", "tool", "assistant"]
     assert found.messages[1]["tool_calls"][0]["function"] == {"name": "price", "arguments": {"fruit": "pear"}}
@@ -405,7 +405,7 @@ def test_a_late_answer_to_an_earlier_attempt_is_not_taken_for_the_answer_of_this
     engine = Slow(say("a"), say("b"))
     found = run(ReplicaClient(engine, "worker"), impatient)
     assert (len(tries), len(engine.requests), engine.kept.serial) == (2, 4, 1)
-    assert found.response_ids() == [52, END, 31, 53, END]
+    assert list(found.response_ids()) == [52, END, 31, 53, END]
 
 
 # Failures
@@ -413,7 +413,7 @@ def test_a_late_answer_to_an_earlier_attempt_is_not_taken_for_the_answer_of_this
 
 def failure_of(program, *actions):
     found = run(Script(*(actions or [say("a"), say("b")])), program)
-    assert (found.stop_reason, found.response_ids()) == ("error", ())
+    assert (found.stop_reason, list(found.response_ids())) == ("error", [])
     return found.error
 
 

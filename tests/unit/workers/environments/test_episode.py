@@ -50,8 +50,8 @@ def test_a_game_of_three_turns_gives_one_trajectory_with_the_rewards_of_its_turn
     assert found.key == (3, 1)
     assert (found.stop_reason, found.finish_reason, found.error) == ("done", "stop", "")
     assert [list(turn.observation_ids) for turn in found.turns] == [[1], [11], [21]]
-    assert found.response_ids() == [50, END, 11, 51, END, 21, 52, END]
-    assert found.versions() == [0, 0, -1, 1, 1, -1, 2, 2]
+    assert list(found.response_ids()) == [50, END, 11, 51, END, 21, 52, END]
+    assert list(found.versions()) == [0, 0, -1, 1, 1, -1, 2, 2]
     assert [turn.reward for turn in found.turns] == [0.25, 0.5, 0.75]
     assert (found.reward, found.environment_reward) == (1.0, 2.5)
     (game,) = Countdown.made
@@ -201,7 +201,7 @@ def test_a_cut_answer_without_a_tool_call_is_no_final_answer():
     action = call(("add", {"a": 2, "b": 3}))
     found = run(Script(action, say("The sum i"), reasons=["stop", "length"]), tools={"add": add})
     assert (found.stop_reason, found.finish_reason, len(found.turns)) == ("max_response_length", "length", 2)
-    assert found.response_ids() == [50, END, 11, 51, END]
+    assert list(found.response_ids()) == [50, END, 11, 51, END]
     ended = run(Script(action, say("The sum is 5"), reasons=["stop", "stop"]), tools={"add": add})
     assert (ended.stop_reason, ended.finish_reason, ended.response_ids()) == ("answer", "stop", found.response_ids())
 
@@ -265,7 +265,7 @@ def test_T7_a_failed_environment_starts_again_and_then_gives_a_trajectory_with_a
     found = run(Script(say("a")), Fails)
     line = inspect.getsourcelines(Fails._maybe)[1] + 2
     assert found.error == f"the environment's {method} raised OSError: no connection ({__file__}:{line})"
-    assert (found.stop_reason, found.response_ids()) == ("error", ())
+    assert (found.stop_reason, list(found.response_ids())) == ("error", [])
 
 
 @pytest.mark.parametrize("returned", [None, 3, ("text", 1.0), ("text", float("nan"), False), ("text", "much", False)])

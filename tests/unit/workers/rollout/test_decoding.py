@@ -86,10 +86,10 @@ def test_an_answer_ends_at_its_limit_or_at_a_stop_token_and_only_once():
     for number, tokens in enumerate([[10, 11, 12], [20, 21, 3], [30, 31, 32]]):
         batch.append(torch.tensor(tokens), -torch.tensor(tokens) / 10, number)
         found += batch.finish(stops)
-    assert [(answer.key[1], answer.token_ids, answer.versions, answer.finish_reason) for answer in found] == [
+    assert [(one.key[1], list(one.token_ids), list(one.versions), one.finish_reason) for one in found] == [
         (0, [10, 20], [0, 1], "length"), (2, [12, 3], [0, 1], "stop"), (1, [11, 21, 31], [0, 1, 2], "length")
     ]  # fmt: skip
-    assert found[0].log_probs == [-1.0, -2.0]
+    assert list(found[0].log_probs) == [-1.0, -2.0]
 
 
 def test_rows_that_stay_lose_the_columns_that_only_the_others_needed():
@@ -101,7 +101,7 @@ def test_rows_that_stay_lose_the_columns_that_only_the_others_needed():
     assert (batch.ids.tolist(), batch.versions, batch.padded) == ([[8, 11]], [0, 4], False)
     assert batch.mask(0) is None
     batch.append(torch.tensor([12]), torch.zeros(1), 4)
-    assert [answer.token_ids for answer in batch.finish(torch.tensor([3]))] == [[11, 12]]
+    assert [list(answer.token_ids) for answer in batch.finish(torch.tensor([3]))] == [[11, 12]]
 
 
 def test_a_joined_batch_keeps_each_rows_tokens_and_versions():
@@ -111,6 +111,6 @@ def test_a_joined_batch_keeps_each_rows_tokens_and_versions():
     assert batch.mask(0).tolist() == [[0, 1, 1], [1, 1, 1]]
     batch.append(torch.tensor([11, 12]), torch.zeros(2), 2)
     (answer,) = batch.finish(torch.tensor([3]))
-    assert (answer.key[1], answer.token_ids, answer.versions) == (0, [10, 11], [1, 2])
+    assert (answer.key[1], list(answer.token_ids), list(answer.versions)) == (0, [10, 11], [1, 2])
     batch.take(torch.tensor([1]))
     assert (batch.ids.tolist(), batch.versions[3:]) == ([[6, 7, 8, 12]], [2])

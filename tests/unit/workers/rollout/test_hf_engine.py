@@ -55,7 +55,7 @@ def test_E1_E3_log_probs_are_those_of_the_tempered_softmax_for_prompts_of_any_le
     assert set(found) == {request.key for request in asked}
     for request in asked:
         answer = found[request.key]
-        ids = torch.tensor([request.prompt_ids + answer.token_ids])
+        ids = torch.tensor([[*request.prompt_ids, *answer.token_ids]])
         predicting = (model(ids).logits[0] / temperature).log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
         expected = predicting.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         assert torch.allclose(torch.tensor(answer.log_probs), expected.detach(), atol=1e-4)
@@ -78,7 +78,7 @@ def test_E1_windows_caps_and_sinks_act_in_answers_of_any_length(family, start, t
     found = answers(engine(str(tmp_path)), asked)
     for request in asked:
         answer = found[request.key]
-        ids = torch.tensor([request.prompt_ids + answer.token_ids])
+        ids = torch.tensor([[*request.prompt_ids, *answer.token_ids]])
         predicting = model(ids).logits[0].log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
         expected = predicting.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         assert torch.allclose(torch.tensor(answer.log_probs), expected.detach(), atol=1e-4)
@@ -196,13 +196,13 @@ def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_its_fur
     for answer in found:
         (request,) = [request for request in asked if request.key == answer.key]
         tokens, log_probs = one_by_one([models[version] for version in answer.versions], request)
-        assert answer.token_ids == tokens
+        assert list(answer.token_ids) == tokens
         assert answer.log_probs == pytest.approx(log_probs, abs=1e-4)
     expected = [0] * 3 + [3] * 2 + [4] * 11
-    began = [answer for answer in found if answer.versions == expected[: len(answer.versions)]]
+    began = [answer for answer in found if list(answer.versions) == expected[: len(answer.versions)]]
     later = [answer for answer in found if answer not in began]
     assert len(began) == together
-    assert all(answer.versions == sorted(answer.versions) for answer in later)
+    assert all(list(answer.versions) == sorted(answer.versions) for answer in later)
     assert any(len(answer.versions) > 5 for answer in began)
 
 
@@ -238,7 +238,7 @@ def test_with_a_kept_cache_the_rest_of_an_answer_attends_to_keys_and_values_of_t
         (request,) = [request for request in asked if request.key == answer.key]
         weights = [models[version] for version in answer.versions]
         tokens, log_probs = with_kept_cache(weights, request)
-        assert answer.token_ids == tokens
+        assert list(answer.token_ids) == tokens
         assert answer.log_probs == pytest.approx(log_probs, abs=1e-4)
         if len(set(answer.versions)) > 1:
             differs = max(differs, abs(sum(one_by_one(weights, request)[1]) - sum(log_probs)))
@@ -335,7 +335,9 @@ def test_tokens_are_sampled_from_the_most_likely_ones_with_their_renormalised_lo
     sizes = set()
     for request in asked:
         answer, prompt = found[request.key], len(request.prompt_ids)
-        logits = model(torch.tensor([request.prompt_ids + answer.token_ids])).logits[0, prompt - 1 : -1].detach() / 1.3
+        logits = (
+            model(torch.tensor([[*request.prompt_ids, *answer.token_ids]])).logits[0, prompt - 1 : -1].detach() / 1.3
+        )
         for row, token, log_prob in zip(logits, answer.token_ids, answer.log_probs, strict=True):
             kept = kept_tokens(row, top_p=top_p, top_k=top_k)
             assert token in kept

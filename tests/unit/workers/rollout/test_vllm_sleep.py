@@ -203,4 +203,4 @@ def test_what_was_aborted_never_answers_for_a_request_of_the_same_key(made, monk
     found = []
     while engine.busy:
         found += engine.step()
-    assert {answer.key: answer.token_ids for answer in found} == {(0, 0): [3], (0, 1): [3]}
+    assert {answer.key: list(answer.token_ids) for answer in found} == {(0, 0): [3], (0, 1): [3]}
