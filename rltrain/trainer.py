@@ -47,8 +47,9 @@ from rltrain.trajectories.token_rewards import (
     estimate_advantages,
     held,
     kl_controller,
-    needs_actor_pass,
+    rows_of_actor_pass,
     states_to_value,
+    with_columns_of_rows,
     with_critic_values,
     with_positive_examples,
     with_random_draws,
@@ -117,7 +118,6 @@ class Trainer:
         self.tasks, self.timeline = tasks, timeline or Timeline()
         self.actor, self.reference, self.critic, self.teachers = actor, reference, critic, teachers
         self.val_prompts = val_prompts
-        self.needs_actor_pass = needs_actor_pass(config)
         self.kl_controller = kl_controller(config.algorithm.kl_in_reward)
         self.entropy_controller = entropy_controller(config.algorithm)
         self.alarms = Alarms(config)
@@ -459,9 +459,8 @@ class Trainer:
     async def with_old_log_probs(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Add the column `old_log_probs`: log-probs that the actor or the engine computed before this step's updates.
 
-        If one optimizer step trains on the whole batch, the old log-probs equal the current log-probs, so the column
-        `old_log_probs` is usually left out. While `engine_checked` is False, which is usual only in the first training
-        step, the actor always computes log-probs, so that the engine's log-probs can be compared with them.
+        The old log-probs of the first mini-batch equal the log-probs of its update, so the actor usually computes only
+        the log-probs of the other rows. If one optimizer step trains on the whole batch, the column is left out.
 
         Returns:
             The batch, and metrics of the gap between the log-probs of engine and actor; the metrics are {} if the actor
@@ -472,18 +471,32 @@ class Trainer:
                 exceeds `rollout.max_log_prob_gap`.
         """
         metrics: dict[str, float] = {}
-        if self.needs_actor_pass or not self.engine_checked:
+        if rows := self.rows_of_actor_pass(batch):
             budget = self.config.actor.max_tokens_per_microbatch
-            columns = log_probs_columns(self.config.algorithm)
-            found = await self.actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=budget)
-            batch = batch.union(found)
-            metrics = log_prob_gap(batch)
+            columns, only = log_probs_columns(self.config.algorithm), rows if len(rows) < len(batch) else None
+            found = await self.actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=budget, only=only)
+            metrics = log_prob_gap((batch if only is None else batch[rows]).union(found))
+            batch = with_columns_of_rows(batch, found, rows)
             # If the batch has no trained tokens, the engine's log-probs cannot be compared with the actor's log-probs.
             if batch.values("response_mask").any():
                 self.check_engine(metrics["rollout/log_prob_gap"])
         if self.config.algorithm.old_log_probs == "rollout":
             batch = batch.with_values("responses", old_log_probs=batch.values("rollout_log_probs"))
         return batch, metrics
+
+    def rows_of_actor_pass(self, batch: DataProto) -> list[int]:
+        """Return the rows whose log-probs the actor computes before this step's updates, in ascending order.
+
+        The actor computes all rows while `engine_checked` is False, which is usual only in the first training step, so
+        that the engine's log-probs can be compared with the actor's. It also computes all rows in the first step that
+        updates the actor, and every `trainer.eval_every` steps, so that the update can compare its log-probs with those
+        of the forward pass.
+        """
+        config, every = self.config, self.config.trainer.eval_every
+        due = self.step == config.critic.warmup_steps or (every > 0 and self.step % every == 0)
+        if not self.engine_checked or (due and config.algorithm.old_log_probs == "actor"):
+            return list(range(len(batch)))
+        return rows_of_actor_pass(config, self.minibatches(batch))
 
     def check_engine(self, gap: float) -> None:
         """Raise LogProbError if the first mean log-prob gap of the run exceeds `rollout.max_log_prob_gap`.

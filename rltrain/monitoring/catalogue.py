@@ -294,7 +294,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "actor/same_policy_gap",
             "mean absolute difference between the actor's log-probs and the old log-probs before the first optimizer "
-            "step of a training step",
+            "step of a training step, in steps that compute all old log-probs",
             "nats per token",
             "0",
         ),

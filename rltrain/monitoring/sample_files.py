@@ -17,7 +17,8 @@ _EVALUATED = re.compile(r"step_(\d+)_.*\.parquet")
 SHOWN = 8  # At most 8 samples of a training step are sent to trackers.
 # _OF_TOKENS names the columns of a sample table that have one value per response token. A sample table contains only
 # those columns of _OF_TOKENS that the batch of the step contains. The columns `old_log_probs` and `entropies` are
-# missing if one optimizer step trains on the whole batch and nothing reads the columns.
+# missing if one optimizer step trains on the whole batch and nothing reads the columns. The values of both columns are
+# null in rows for which the actor has not computed them.
 _OF_TOKENS = (
     "responses",
     "response_mask",
@@ -29,6 +30,7 @@ _OF_TOKENS = (
     "policy_version",
     "advantages",
 )
+_OF_ACTOR_PASS = ("old_log_probs", "entropies")
 
 
 class SampleFiles:
@@ -127,10 +129,13 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
     columns |= {name: objects[name].tolist() for name in ("stop_reason", "messages") if name in objects}
     columns |= {name: batch.batch[name].tolist() for name in ("turns", "contexts", "tool_calls") if name in batch}
     names = {"responses": "response_ids"}
+    unknown = None
+    if "has_old_log_probs" in batch:
+        unknown = (~batch.batch["has_old_log_probs"]).repeat_interleave(batch.lengths("responses")).numpy()
     for name in _OF_TOKENS:
         if name in batch:
-            values = pa.ListArray.from_arrays(offsets.int().numpy(), batch.values(name).numpy())
-            columns[names.get(name, name)] = values
+            values = pa.array(batch.values(name).numpy(), mask=unknown if name in _OF_ACTOR_PASS else None)
+            columns[names.get(name, name)] = pa.ListArray.from_arrays(offsets.int().numpy(), values)
     columns["prompt_ids"] = pa.ListArray.from_arrays(
         batch.offsets("prompts").int().numpy(), batch.values("prompts").numpy()
     )

@@ -68,13 +68,30 @@ def with_all_knobs(config: Config) -> Config:
     return dataclasses.replace(config, algorithm=dataclasses.replace(algorithm, loss=loss, advantage=advantage))
 
 
-def needs_actor_pass(config: Config) -> bool:
-    """Return whether a training step needs a forward pass of the actor before the update.
+def rows_of_actor_pass(config: Config, minibatches: Sequence[Sequence[int]]) -> list[int]:
+    """Return the rows for which a training step needs a forward pass of the actor before the update.
 
-    If one optimizer step trains on the whole batch, the old log-probs equal the detached log-probs of the update
-    itself. With a single optimizer step, a separate forward pass is needed only if the actor's log-probs or entropies
-    are read before the update, for example for the KL penalty in the reward.
+    The old log-probs of the first mini-batch equal the detached log-probs of the update itself. The forward pass of the
+    first mini-batch's rows is therefore needed only if the actor's log-probs or entropies are read before the update,
+    for example for the KL penalty in the reward, or if the rows are trained on again in a later epoch.
+
+    Args:
+        config: the run's whole config.
+        minibatches: row indices of each mini-batch of the step, in training order.
+
+    Returns:
+        The row indices in ascending order.
     """
+    everything = {row for rows in minibatches for row in rows}
+    if reads_actor_pass(config):
+        return sorted(everything)
+    if config.algorithm.old_log_probs == "rollout":
+        return []
+    return sorted(everything - set(minibatches[0]) if config.trainer.epochs_per_step == 1 else everything)
+
+
+def reads_actor_pass(config: Config) -> bool:
+    """Return whether a training step reads the actor's log-probs or entropies before the update."""
     algorithm = config.algorithm
     columns = set(columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)))
     for selector in loss_functions(algorithm.loss_mode)[1:]:
@@ -88,7 +105,29 @@ def needs_actor_pass(config: Config) -> bool:
         or algorithm.correction.needs_statistics
         or algorithm.distillation.in_reward
     )
-    return algorithm.old_log_probs == "actor" and (reads or config.optimizer_steps_per_step > 1)
+    return algorithm.old_log_probs == "actor" and reads
+
+
+def with_columns_of_rows(batch: DataProto, found: DataProto, rows: Sequence[int]) -> DataProto:
+    """Add the columns that the actor's forward pass computed for some rows of a batch.
+
+    If the forward pass has computed all rows, the columns are added as they are. Otherwise, the added columns are 0 in
+    all other rows, and the column `has_old_log_probs` tells the rows apart.
+
+    Args:
+        batch: the batch of the training step.
+        found: the computed response columns, with one row for each index in `rows`.
+        rows: indices in `batch` of the computed rows, in ascending order.
+    """
+    if len(rows) == len(batch):
+        return batch.union(found)
+    chosen = torch.zeros(len(batch), dtype=torch.bool)
+    chosen[list(rows)] = True
+    tokens = chosen.repeat_interleave(batch.lengths("responses"))
+    columns = {name: torch.zeros(len(tokens), dtype=found.values(name).dtype) for name in found.keys()}  # noqa: SIM118
+    for name, values in columns.items():
+        values[tokens] = found.values(name)
+    return batch.with_values("responses", **columns).union(DataProto.from_dict({"has_old_log_probs": chosen}))
 
 
 def entropy_controller(algorithm: AlgorithmConfig) -> FixedEntropyController:
@@ -325,7 +364,8 @@ def with_distillation(
         return advantages, {}
     teacher, mask = batch.batch["teacher"], batch.padded("response_mask")
     taught, scores = mask & (teacher >= 0)[:, None], batch.padded("teacher_log_probs")
-    known = "old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"
+    complete = "old_log_probs" in batch and "has_old_log_probs" not in batch
+    known = "old_log_probs" if complete else "rollout_log_probs"
     gap = safe_log_ratio(batch.padded(known), scores, taught)
     groups = {f"actor/teacher_kl/{one.name}": teacher == n for n, one in enumerate(config.teachers)}
     found = groups if len(groups) > 1 else {}

@@ -335,10 +335,11 @@ class Busy(FakeGroup):
         super().__init__(role, log, **columns)
         self.looks, self.computing = looks, asyncio.Event()
 
-    async def rows(self, method, batch, columns, *, max_tokens, keep=None):
+    async def rows(self, method, batch, columns, *, max_tokens, only=None, keep=None):
         self.log.append(f"{method.__name__}, scored: {'scores' in batch}")
         self.computing.set()
         await turns(self.looks)
+        batch = batch if only is None else batch[only]
         columns = {name: batch.values("rollout_log_probs") for name in self.columns}
         return batch.with_values("responses", **columns).select(list(columns))
 

@@ -125,9 +125,10 @@ class Actor(Process):
     def __init__(self, device):
         self.device, self.version, self.ranks = device, 0, [Role(self, "actor")]
 
-    async def rows(self, method, batch, columns, *, max_tokens, keep=None):
+    async def rows(self, method, batch, columns, *, max_tokens, only=None, keep=None):
         self.device.train("log-probs")
-        return batch.with_values("responses", old_log_probs=torch.full((4,), -1.0)).select(["old_log_probs"])
+        batch = batch if only is None else batch[only]
+        return batch.with_values("responses", old_log_probs=torch.full((len(batch),), -1.0)).select(["old_log_probs"])
 
     async def drop_kept(self):
         """Free nothing, because this group keeps no columns."""

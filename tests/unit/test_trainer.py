@@ -82,9 +82,10 @@ class FakeGroup:
         self.ranks = [Role(LocalProcess(None), role)]
         self.updates, self.arguments, self.entropies = [], [], []
 
-    async def rows(self, method, batch, columns, *, max_tokens, keep=None):
+    async def rows(self, method, batch, columns, *, max_tokens, only=None, keep=None):
         self.log.append(f"{self.role} {method.__name__} {max_tokens}")
-        values = {name: torch.full((4,), value) for name, value in self.columns.items()}
+        batch = batch if only is None else batch[only]
+        values = {name: torch.full((len(batch),), value) for name, value in self.columns.items()}
         return batch.with_values("responses", **values).select(list(values))
 
     async def drop_kept(self):
@@ -186,11 +187,11 @@ class Slow(FakeGroup):
             self.computing.set()
             await self.judges.second_step.wait()
 
-    async def rows(self, method, batch, columns, *, max_tokens, keep=None):
+    async def rows(self, method, batch, columns, *, max_tokens, only=None, keep=None):
         await self.compute(method)
         if self.role == "judge":
             return DataProto.from_dict({"model_scores": torch.zeros(len(batch))})
-        return await super().rows(method, batch, columns, max_tokens=max_tokens)
+        return await super().rows(method, batch, columns, max_tokens=max_tokens, only=only)
 
     async def update(self, method, batch, columns, plan, max_tokens, *arguments):
         await self.compute(method)
@@ -438,8 +439,9 @@ async def test_with_top_p_or_top_k_the_engine_is_not_compared_with_the_actor(res
     assert (await made.train_step())[0]["rollout/log_prob_gap"] == 0.5
     one_step, log = trainer(ONE_STEP, "rollout.max_log_prob_gap=0.4", restriction, old=-1.5)
     await one_step.train_step()
-    # without the engine check, the actor needs no forward pass before the update
-    assert "actor compute_log_probs 1111" not in log
+    await one_step.train_step()
+    # In the first step, the update compares its log-probs with those of the forward pass.
+    assert log.count("actor compute_log_probs 1111") == 1
 
 
 async def test_old_log_probs_of_the_engine_save_the_actors_pass_after_the_first_step():

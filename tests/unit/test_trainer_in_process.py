@@ -89,8 +89,8 @@ async def test_D1_one_step_on_policy_learns_the_same_with_and_without_the_actors
     for forced in (False, True):
         made = await trainer(tasks, start, reward, *VARIANTS[name])
         before = await weights(made)
-        assert made.needs_actor_pass is False
-        made.needs_actor_pass = forced
+        if forced:
+            monkeypatch.setattr(made, "rows_of_actor_pass", lambda batch: list(range(len(batch))))
         asked.clear()
         metrics, batches, after = await run(made, 3)
         assert sum(asked) == (3 if forced else 1)
@@ -104,6 +104,36 @@ async def test_D1_one_step_on_policy_learns_the_same_with_and_without_the_actors
         assert (later["actor/ratio_mean"], later["actor/ppo_kl"], later["actor/clip_fraction"]) == (1.0, 0.0, 0.0)
     for key, tensor in found[0][2].items():
         assert (tensor - found[1][2][key]).abs().max() <= 1e-6, key
+
+
+@pytest.mark.parametrize("name", ["grpo", "corrected", "ppo"])
+async def test_D1_the_first_mini_batch_learns_the_same_with_and_without_the_actors_pass(
+    tasks, start, reward, name, monkeypatch
+):
+    settings = {"grpo": [], "corrected": ["algorithm=tis"], "ppo": ["algorithm=ppo"]}[name]
+    found = []
+    for forced in (False, True):
+        made = await trainer(tasks, start, reward, "trainer.prompts_per_minibatch=1", "trainer.eval_every=3", *settings)
+        if forced:
+            monkeypatch.setattr(made, "rows_of_actor_pass", lambda batch: list(range(len(batch))))
+        found.append(await run(made, 4))
+    (metrics, batches, after), (forced_metrics, forced_batches, forced_after) = found
+    # Step 1 checks the engine, and step 4 follows `trainer.eval_every` steps. Both pass all rows.
+    assert ["has_old_log_probs" in batch for batch in batches] == [False, True, True, False]
+    assert ["actor/same_policy_gap" in step for step in metrics] == [True, False, False, True]
+    for batch, forced_batch in zip(batches[1:3], forced_batches[1:3], strict=True):
+        assert torch.equal(batch.values("responses"), forced_batch.values("responses"))
+        known = batch.batch["has_old_log_probs"]
+        assert [len(batch.batch["uid"][rows].unique()) for rows in (known, ~known)] == [3, 1]
+        tokens = known.repeat_interleave(batch.lengths("responses"))
+        for column in ("old_log_probs", "entropies"):
+            expected = forced_batch.values(column).where(tokens, 0)
+            assert torch.allclose(batch.values(column), expected, atol=1e-5)
+    for step, forced_step in zip(metrics, forced_metrics, strict=True):
+        for metric in ("actor/ratio_mean", "actor/ppo_kl", "actor/policy_loss", "actor/grad_norm"):
+            assert step[metric] == pytest.approx(forced_step[metric], rel=1e-4, abs=1e-6), metric
+    for key, tensor in after.items():
+        assert (tensor - forced_after[key]).abs().max() <= 1e-6, key
 
 
 # Dynamic sampling

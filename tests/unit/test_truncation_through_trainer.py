@@ -95,7 +95,8 @@ class FakeGroup:
     def __init__(self, **columns):
         self.columns, self.ranks = columns, []
 
-    async def rows(self, method, batch, columns, *, max_tokens, keep=None):
+    async def rows(self, method, batch, columns, *, max_tokens, only=None, keep=None):
+        batch = batch if only is None else batch[only]
         tokens = len(batch.values("responses"))
         return batch.with_values(
             "responses", **{name: torch.full((tokens,), value) for name, value in self.columns.items()}

@@ -245,13 +245,17 @@ class ActorWorker:
         compares the tokens' log-probs with the old log-probs and with the engine's log-probs.
         """
         first, part = number == 0, UpdateResult()
+        known = None if "has_old_log_probs" not in batch else batch.batch["has_old_log_probs"]
+        assert first or known is None or all(bool(known[rows].all()) for rows in minibatch.microbatches), (
+            "only the first mini-batch may train on rows without old log-probs"
+        )
         chosen = in_epoch(batch, number // self.config.minibatches_per_epoch)
         for rows in minibatch.microbatches:
             with trace.span("micro-batch", trace.CALLS, rows=len(rows)):
                 columns = self._backward(chosen, rows, minibatch, part, entropy_coef, statistics)
                 if first:
-                    _compare(columns, part)
-        if first and "old_log_probs" in batch and part.finite:
+                    _compare(columns, part, with_old="old_log_probs" in batch and known is None)
+        if part.finite:
             self._check_same_policy(part)
         return part
 
@@ -304,9 +308,12 @@ class ActorWorker:
             teachers=self._teachers(part) if algorithm.distillation.full else None,
         )
         columns["log_probs"] = unpack(output.log_probs, mask)
-        # A batch for a single optimizer step has no column `old_log_probs`, because the old log-probs would equal the
-        # current log-probs.
-        columns.setdefault("old_log_probs", columns["log_probs"].detach())
+        # The old log-probs of the first mini-batch equal its current log-probs, so the batch may lack them.
+        now = columns["log_probs"].detach()
+        columns.setdefault("old_log_probs", now)
+        if "has_old_log_probs" in part:
+            known = part.batch["has_old_log_probs"].to(device())[:, None]
+            columns["old_log_probs"] = torch.where(known, columns["old_log_probs"], now)
         if output.entropies is not None:
             columns["entropy"] = unpack(output.entropies, mask)
         if output.full_kl is not None:
@@ -334,6 +341,8 @@ class ActorWorker:
 
     def _check_same_policy(self, result: UpdateResult) -> None:
         if self.config.algorithm.old_log_probs != "actor" or not result.first_tokens:
+            return
+        if "same_policy" not in result.first:
             return
         gap, limit = result.first["same_policy"] / result.first_tokens, SAME_POLICY_NATS[self.config.model.dtype]
         if not gap <= limit:
@@ -564,8 +573,8 @@ def teacher_kl(columns: Mapping[str, Tensor]) -> Tensor:
     return sampled_teacher_kl(*policies, columns["taught"])
 
 
-def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
-    """Compare the current log-probs with the old log-probs and with the engine's log-probs.
+def _compare(columns: Mapping[str, Tensor], result: UpdateResult, *, with_old: bool) -> None:
+    """Compare the current log-probs with the engine's log-probs and, if `with_old`, with the old log-probs.
 
     The sum of |log-prob - old log-prob| and the sums of `rollout_diagnostics`, all over the trained tokens, are added
     to `result.first`.
@@ -573,8 +582,9 @@ def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
     `_compare` is called only for the first mini-batch, before the first optimizer step.
     """
     mask, now = columns["response_mask"], columns["log_probs"].detach()
-    change = (now - columns["old_log_probs"]).abs()
-    _add(result.first, {"same_policy": torch.where(mask, change, 0).sum()})
+    if with_old:
+        change = (now - columns["old_log_probs"]).abs()
+        _add(result.first, {"same_policy": torch.where(mask, change, 0).sum()})
     _add(result.first, rollout_diagnostics(now, columns["rollout_log_probs"], mask))
     result.first_tokens += int(mask.sum())
 

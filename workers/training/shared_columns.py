@@ -32,7 +32,7 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
     column that it reads, with the same name as the column. The columns that only the loss's token selector reads are
     left out, because the driver selects the tokens.
     """
-    columns = [*FORWARD, "response_mask", "advantages", "old_log_probs", "rollout_log_probs"]
+    columns = [*FORWARD, "response_mask", "advantages", "rollout_log_probs", "old_log_probs", "has_old_log_probs"]
     columns += columns_of(loss_functions(algorithm.loss_mode)[0])
     if algorithm.kl_loss.kl_loss_coef > 0:
         columns.append("ref_hidden" if algorithm.kl_loss.full else "ref_log_probs")

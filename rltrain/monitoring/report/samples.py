@@ -339,8 +339,10 @@ class Chunk:
         found = {"advantage": self._column("advantages"), "log_prob": rollout, "entropy": self._column("entropies")}
         if rollout is not None and old is not None:
             found["log_ratio"] = old - rollout
-        # If the table lacks log-probs of the actor, the engine's log-probs are used as the log-probs of the policy.
-        policy = rollout if old is None else old
+        # Where the table lacks log-probs of the actor, the engine's log-probs are used as the log-probs of the policy.
+        policy = old
+        if rollout is not None:
+            policy = rollout if old is None else np.where(np.isnan(old), rollout, old)
         if policy is not None and ref is not None:
             found["kl"] = policy - ref
         return {name: values for name, values in found.items() if values is not None}

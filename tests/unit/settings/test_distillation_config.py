@@ -7,7 +7,7 @@ from rltrain.base.errors import ConfigError
 from rltrain.settings.algorithm_rules import check_algorithm
 from rltrain.settings.compose import compose
 from rltrain.settings.distillation_config import DEMONSTRATION_TEMPLATE
-from rltrain.trajectories.token_rewards import needs_actor_pass
+from rltrain.trajectories.token_rewards import reads_actor_pass
 from tests.presets import GAME
 
 DISTILLATION = "algorithm.distillation"
@@ -72,12 +72,11 @@ def test_what_is_on(overrides, properties):
 
 
 def test_the_log_ratio_needs_the_actors_log_probs_before_the_update():
-    one_step = ["trainer.prompts_per_minibatch=64"]
-    assert needs_actor_pass(compose(["algorithm=mopd", ONE, *one_step])[0])
-    assert not needs_actor_pass(compose(["algorithm=distill", ONE, *one_step])[0])
-    assert not needs_actor_pass(compose(["algorithm=mopd", ONE, "algorithm.old_log_probs=rollout",
+    assert reads_actor_pass(compose(["algorithm=mopd", ONE])[0])
+    assert not reads_actor_pass(compose(["algorithm=distill", ONE])[0])
+    assert not reads_actor_pass(compose(["algorithm=mopd", ONE, "algorithm.old_log_probs=rollout",
                                          "algorithm.correction.level=null", "algorithm.correction.lower=null",
-                                         "algorithm.correction.upper=null", *one_step])[0])  # fmt: skip
+                                         "algorithm.correction.upper=null"])[0])  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,12 @@ import torch
 from rltrain.algorithms import TOKEN_SELECTORS, columns_of, required_columns, uniform_draws
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.settings.compose import compose
-from rltrain.trajectories.token_rewards import choose_trained, needs_actor_pass, with_random_draws
+from rltrain.trajectories.token_rewards import (
+    choose_trained,
+    rows_of_actor_pass,
+    with_columns_of_rows,
+    with_random_draws,
+)
 
 LENGTHS = [3, 2, 1]
 
@@ -58,8 +63,12 @@ def test_A4_correction_and_rejection_take_nothing_out_of_the_mask(preset):
 ONE_STEP = ["trainer.prompts_per_step=4", "trainer.prompts_per_minibatch=4"]
 
 
-def needs(*overrides, one_step=True):
-    return needs_actor_pass(compose([*(ONE_STEP if one_step else []), *overrides])[0])
+def needs(*overrides) -> list[int]:
+    """Return the rows, of the rows 0 to 3, for which a step needs a forward pass of the actor before the update."""
+    config = compose([*ONE_STEP, *overrides])[0]
+    size = config.trainer.prompts_per_minibatch
+    parts = [list(range(first, first + size)) for first in range(0, 4, size)] * config.trainer.epochs_per_step
+    return rows_of_actor_pass(config, parts)
 
 
 def test_one_optimizer_step_on_all_needs_no_pass_of_the_actor():
@@ -68,10 +77,18 @@ def test_one_optimizer_step_on_all_needs_no_pass_of_the_actor():
         assert not needs(f"algorithm={name}", "algorithm.kl_in_reward.kl_coef=0"), name
 
 
+def test_the_first_of_several_mini_batches_needs_no_pass_of_the_actor():
+    assert needs("trainer.prompts_per_minibatch=2") == [2, 3]
+    assert needs("trainer.prompts_per_minibatch=1", "algorithm=tis") == [1, 2, 3]
+
+
+def test_rows_that_are_trained_on_twice_need_the_pass():
+    assert needs("trainer.prompts_per_minibatch=2", "trainer.epochs_per_step=2") == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["trainer.prompts_per_minibatch=2"],
         ["trainer.epochs_per_step=2"],
         ["algorithm.kl_in_reward.kl_coef=0.1"],
         ["algorithm.kl_in_reward.kl_coef=0.1", "algorithm.kl_in_reward.kl_estimator=full"],
@@ -83,7 +100,22 @@ def test_one_optimizer_step_on_all_needs_no_pass_of_the_actor():
     ids=" ".join,
 )
 def test_whoever_reads_the_policy_before_the_update_needs_the_pass(overrides):
-    assert needs(*overrides)
+    assert needs(*overrides) == [0, 1, 2, 3]
+    assert needs(*overrides, "trainer.prompts_per_minibatch=2") == [0, 1, 2, 3]
+
+
+def test_columns_of_some_rows_are_marked_and_zero_elsewhere():
+    made = batch().pop(["old_log_probs"])[1]
+    found = DataProto.from_dict(
+        {"old_log_probs": jagged([[-1.0, -2.0, -3.0], [-4.0]], torch.float32),
+         "entropies": jagged([[1.0, 2.0, 3.0], [4.0]], torch.float32)}
+    )  # fmt: skip
+    some = with_columns_of_rows(made, found, [0, 2])
+    assert some.values("old_log_probs").tolist() == [-1, -2, -3, 0, 0, -4]
+    assert some.values("entropies").tolist() == [1, 2, 3, 0, 0, 4]
+    assert some.batch["has_old_log_probs"].tolist() == [True, False, True]
+    everything = made.select(["response_mask"]).with_values("response_mask", old_log_probs=torch.zeros(6))
+    assert "has_old_log_probs" not in with_columns_of_rows(made, everything.select(["old_log_probs"]), [0, 1, 2])
 
 
 def test_the_engines_log_probs_save_the_pass_unless_something_else_of_the_actor_is_read():
@@ -92,7 +124,7 @@ def test_the_engines_log_probs_save_the_pass_unless_something_else_of_the_actor_
     assert needs(rollout, "algorithm.kl_in_reward.kl_coef=0.1", "algorithm.kl_in_reward.kl_estimator=full")
     for name in TOKEN_SELECTORS.names():
         reads_entropies = "entropies" in columns_of(TOKEN_SELECTORS.get(name))
-        assert needs(rollout, f"algorithm.loss_mode={name}") is reads_entropies, name
+        assert bool(needs(rollout, f"algorithm.loss_mode={name}")) is reads_entropies, name
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from rltrain.base.errors import ConfigError
+from rltrain.batch.data_proto import DataProto
 from rltrain.monitoring.report.page import names_of, write_report
 from rltrain.tasks.tokenizer import EOS_ID
 from tests.made_runs import EVALUATION, batch, chunk_of, data_of, made_run, metrics
@@ -53,6 +55,20 @@ def test_the_tokens_of_an_answer_have_the_values_of_the_batch(tmp_path):
     assert columns["log_ratio"] == pytest.approx(np.full(5, 0.25), rel=1e-3)
     assert columns["kl"] == pytest.approx(np.full(5, 0.75), rel=1e-3)
     assert columns["advantage"] == pytest.approx(made.values("advantages").numpy(), rel=1e-3, abs=1e-6)
+
+
+def test_answers_of_the_first_mini_batch_have_no_ratio_and_the_kl_of_the_engine(tmp_path):
+    made = batch(["12", "9"])
+    made = made.union(DataProto.from_dict({"has_old_log_probs": torch.tensor([False, True])}))
+    folder = made_run(tmp_path / "run", [made])
+    _, columns = chunk_of(report(folder)[0])
+    assert np.isnan(columns["log_ratio"][:3]).all()
+    assert columns["log_ratio"][3:] == pytest.approx(np.full(2, 0.25), rel=1e-3)
+    assert columns["kl"] == pytest.approx([0.5] * 3 + [0.75] * 2, rel=1e-3)
+    (file,) = (folder / "rollouts").iterdir()
+    first, second = pq.read_table(file).column("old_log_probs").to_pylist()
+    assert first == [None] * 3
+    assert None not in second
 
 
 def test_an_answer_that_its_tokens_spell_is_not_stored_twice(tmp_path):
