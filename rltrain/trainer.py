@@ -460,7 +460,8 @@ class Trainer:
         """Add the column `old_log_probs`: log-probs that the actor or the engine computed before this step's updates.
 
         The old log-probs of the first mini-batch equal the log-probs of its update, so the actor usually computes only
-        the log-probs of the other rows. If one optimizer step trains on the whole batch, the column is left out.
+        the log-probs of the other rows. The column `has_old_log_probs` tells which rows these are. If one optimizer
+        step trains on the whole batch, both columns are usually left out.
 
         Returns:
             The batch, and metrics of the gap between the log-probs of engine and actor; the metrics are {} if the actor
@@ -475,10 +476,11 @@ class Trainer:
             budget = self.config.actor.max_tokens_per_microbatch
             columns, only = log_probs_columns(self.config.algorithm), rows if len(rows) < len(batch) else None
             found = await self.actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=budget, only=only)
-            metrics = log_prob_gap((batch if only is None else batch[rows]).union(found))
+            computed = (batch if only is None else batch[rows]).union(found)
             batch = with_columns_of_rows(batch, found, rows)
-            # If the batch has no trained tokens, the engine's log-probs cannot be compared with the actor's log-probs.
-            if batch.values("response_mask").any():
+            # Without trained tokens, the engine's log-probs cannot be compared with the actor's log-probs.
+            if computed.values("response_mask").any():
+                metrics = log_prob_gap(computed)
                 self.check_engine(metrics["rollout/log_prob_gap"])
         if self.config.algorithm.old_log_probs == "rollout":
             batch = batch.with_values("responses", old_log_probs=batch.values("rollout_log_probs"))
@@ -487,16 +489,12 @@ class Trainer:
     def rows_of_actor_pass(self, batch: DataProto) -> list[int]:
         """Return the rows whose log-probs the actor computes before this step's updates, in ascending order.
 
-        The actor computes all rows while `engine_checked` is False, which is usual only in the first training step, so
-        that the engine's log-probs can be compared with the actor's. It also computes all rows in the first step that
-        updates the actor, and every `trainer.eval_every` steps, so that the update can compare its log-probs with those
-        of the forward pass.
+        While `engine_checked` is False, which is usual only in the first training step, the actor computes all rows, so
+        that the engine's log-probs can be compared with the actor's.
         """
-        config, every = self.config, self.config.trainer.eval_every
-        due = self.step == config.critic.warmup_steps or (every > 0 and self.step % every == 0)
-        if not self.engine_checked or (due and config.algorithm.old_log_probs == "actor"):
+        if not self.engine_checked:
             return list(range(len(batch)))
-        return rows_of_actor_pass(config, self.minibatches(batch))
+        return rows_of_actor_pass(self.config, self.minibatches(batch), step=self.step)
 
     def check_engine(self, gap: float) -> None:
         """Raise LogProbError if the first mean log-prob gap of the run exceeds `rollout.max_log_prob_gap`.

@@ -37,14 +37,14 @@ COLUMNS: dict[str, tuple[str, str]] = {
     ),
     "response_mask": ("response", "bool; True = the token was sampled by the policy and is trained on"),
     "rollout_log_probs": ("response", "engine's log-prob of each token when it was sampled, nats; 0 in observations"),
-    "old_log_probs": ("response", "actor's log-prob of the token before the update, nats"),
+    "old_log_probs": ("response", "actor's log-prob of the token before the update, nats; see `has_old_log_probs`"),
     "has_old_log_probs": (
         "row",
-        "bool; False = the row's `old_log_probs` and `entropies` are undefined, because the row is in the first "
-        "mini-batch, whose old log-probs are those of the update itself; without this column, no row is undefined",
+        "bool; False = the row's `old_log_probs` and `entropies` are 0 and must not be read, because the row is in the "
+        "first mini-batch, whose update computes them itself; a batch without this column has the values of all rows",
     ),
     "ref_log_probs": ("response", "reference model's log-prob of the token, nats"),
-    "entropies": ("response", "entropy of the actor's distribution before the update, nats"),
+    "entropies": ("response", "entropy of the actor's distribution before the update, nats; see `has_old_log_probs`"),
     "ref_hidden": ("response", "(N, H): the reference's last hidden state at the position that predicts the token"),
     "ref_hidden_place": ("row", "int64, place of the row's `ref_hidden` on the rank that keeps it"),
     "full_kl": ("response", "exact KL of the actor from the reference model, computed before the update, nats"),

@@ -1,7 +1,7 @@
-"""Arrays of numbers, one for each token of an answer: token ids, weight versions and log-probs.
+"""Arrays of numbers, one for each token of an answer, such as token ids, weight versions and log-probs.
 
-An array has 4 bytes per token, where a list of Python numbers has about 30. Arrays are also pickled as one block of
-bytes, so answers cross process boundaries without a Python object for each token.
+A number takes 4 bytes in an array of int32 or float32, and about 30 bytes in a list. Arrays are also pickled as one
+block of bytes, so answers cross process boundaries without a Python object for each token.
 
 `rltrain.batch.token_arrays` uses the standard library's arrays and not torch, because environment processes import
 `rltrain.batch.token_arrays` but must not load torch.

@@ -43,7 +43,7 @@ class Turn:
     """One turn of a trajectory: an observation and the policy's action on the observation.
 
     The values of the sampled tokens (`action_ids`, `log_probs`, `versions`) may be given as any sequences and are
-    stored as arrays.
+    stored as arrays. `observation_ids` is stored as it is given.
 
     Attributes:
         observation_ids: token ids that were added to the context after the previous turn, such as a tool's result or a
@@ -254,10 +254,11 @@ class Trajectory:
     ) -> Sequence[_Value]:
         """Concatenate the values of a response: the first action, then each observation followed by its action.
 
-        If the trajectory has only one turn, the values of that turn's action are returned without a copy.
+        If the trajectory has only one turn, the result of `of_action` is returned unchanged. Otherwise, the values are
+        returned as an array.
 
         Args:
-            typecode: type of the values in the returned array.
+            typecode: type of the values in the array.
             of_action: function that returns the values of a turn's sampled tokens.
             of_observation: function that returns the values of a turn's observation tokens.
         """

@@ -129,7 +129,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "rollout/log_prob_gap",
-            "mean absolute difference between the log-probs of the rollout engine and the actor",
+            "mean absolute difference between the log-probs of the rollout engine and the actor, before the update; "
+            "like the four metrics below, over the answers whose log-probs the actor computes before the update",
             "nats per token",
             "below `rollout.max_log_prob_gap`",
         ),

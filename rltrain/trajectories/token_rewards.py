@@ -46,6 +46,10 @@ from rltrain.trajectories.scoring import (
     zero_spread,
 )
 
+# Interval, in training steps, at which the update's log-probs are compared with those of an earlier forward pass. The
+# interval is not a setting, because a forward pass of all rows changes the update by rounding.
+SAME_POLICY_EVERY = 10
+
 
 def with_all_knobs(config: Config) -> Config:
     """Return the config with all knobs (settings) of the chosen loss and estimator, including their defaults.
@@ -68,26 +72,32 @@ def with_all_knobs(config: Config) -> Config:
     return dataclasses.replace(config, algorithm=dataclasses.replace(algorithm, loss=loss, advantage=advantage))
 
 
-def rows_of_actor_pass(config: Config, minibatches: Sequence[Sequence[int]]) -> list[int]:
-    """Return the rows for which a training step needs a forward pass of the actor before the update.
+def rows_of_actor_pass(config: Config, minibatches: Sequence[Sequence[int]], *, step: int) -> list[int]:
+    """Return the rows for which a training step makes a forward pass of the actor before the update.
 
     The old log-probs of the first mini-batch equal the detached log-probs of the update itself. The forward pass of the
     first mini-batch's rows is therefore needed only if the actor's log-probs or entropies are read before the update,
     for example for the KL penalty in the reward, or if the rows are trained on again in a later epoch.
 
+    The forward pass has all rows in the first step that updates the actor, and in every `SAME_POLICY_EVERY`-th step
+    after it, so that the update can compare its log-probs with those of the forward pass.
+
     Args:
         config: the run's whole config.
         minibatches: row indices of each mini-batch of the step, in training order.
+        step: number of finished training steps.
 
     Returns:
         The row indices in ascending order.
     """
-    everything = {row for rows in minibatches for row in rows}
+    everything, updates = {row for rows in minibatches for row in rows}, step - config.critic.warmup_steps
     if reads_actor_pass(config):
         return sorted(everything)
-    if config.algorithm.old_log_probs == "rollout":
+    if config.algorithm.old_log_probs == "rollout" or updates < 0:
         return []
-    return sorted(everything - set(minibatches[0]) if config.trainer.epochs_per_step == 1 else everything)
+    if config.trainer.epochs_per_step > 1 or updates % SAME_POLICY_EVERY == 0:
+        return sorted(everything)
+    return sorted(everything - set(minibatches[0]))
 
 
 def reads_actor_pass(config: Config) -> bool:
@@ -356,8 +366,8 @@ def with_distillation(
         The resulting advantages, and metrics of the KL from the policy to the teachers, estimated from the sampled
         tokens. If `algorithm.distillation.mode` is `reward`, the metrics contain `actor/teacher_kl`. With several
         teachers, the metrics contain `actor/teacher_kl/NAME` for each teacher. If the batch has the actor's log-probs
-        from before the update, the KL metrics use these log-probs as the policy's log-probs. If the batch does not have
-        the actor's log-probs, the KL metrics use the engine's log-probs.
+        from before the update for all rows, the KL metrics use these log-probs as the policy's log-probs. Otherwise,
+        the KL metrics use the engine's log-probs.
     """
     config = algorithm.distillation
     if config.mode is None:

@@ -20,6 +20,9 @@ VARIANTS = {
     "group length reward": ("algorithm.reward_shaping.group_length_weight=0.2",),
     "TR-DPO": ("algorithm.kl_loss.kl_loss_coef=0.1", "algorithm.reference.refresh_every=10"),
     "vapo": ("algorithm=vapo", "algorithm.advantage.alpha=1"),
+    # These two losses do not limit how far an update moves the policy, so they need few optimizer steps on an answer.
+    "ce_gppo": ("algorithm=ce_gppo", "trainer.prompts_per_minibatch=32"),
+    "mopd": ("algorithm=mopd", "trainer.prompts_per_minibatch=64"),
 }
 
 
@@ -31,9 +34,10 @@ def names() -> list[str]:
 
 def settings_of(name: str, output: Path) -> tuple[str, ...]:
     """Return the command-line arguments that select a preset or a variant."""
+    found = VARIANTS.get(name, (f"algorithm={name}",))
     if name in ("distill", "mopd"):
-        return (f"algorithm={name}", f"algorithm.distillation.teachers=[{teacher(output)[0]}]")
-    return VARIANTS.get(name, (f"algorithm={name}",))
+        return (*found, f"algorithm.distillation.teachers=[{teacher(output)[0]}]")
+    return found
 
 
 def measure(wanted: list[str], output: Path, jobs: int) -> dict[str, list[Outcome]]:

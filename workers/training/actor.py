@@ -242,20 +242,23 @@ class ActorWorker:
         """Accumulate the gradient of a mini-batch of sampled answers, and return the results of the mini-batch.
 
         In the first mini-batch of an update (when `number`, the index of the mini-batch, is 0), `_policy_gradient`
-        compares the tokens' log-probs with the old log-probs and with the engine's log-probs.
+        compares the tokens' log-probs with the engine's log-probs and, if all rows of the batch have old log-probs,
+        with the old log-probs.
         """
         first, part = number == 0, UpdateResult()
-        known = None if "has_old_log_probs" not in batch else batch.batch["has_old_log_probs"]
-        assert first or known is None or all(bool(known[rows].all()) for rows in minibatch.microbatches), (
-            "only the first mini-batch may train on rows without old log-probs"
-        )
+        partial = "has_old_log_probs" in batch
+        if partial and not first:
+            known = batch.select(["has_old_log_probs"]).batch["has_old_log_probs"]
+            assert all(bool(known[rows].all()) for rows in minibatch.microbatches), (
+                "only the first mini-batch may train on rows without old log-probs"
+            )
         chosen = in_epoch(batch, number // self.config.minibatches_per_epoch)
         for rows in minibatch.microbatches:
             with trace.span("micro-batch", trace.CALLS, rows=len(rows)):
                 columns = self._backward(chosen, rows, minibatch, part, entropy_coef, statistics)
                 if first:
-                    _compare(columns, part, with_old="old_log_probs" in batch and known is None)
-        if part.finite:
+                    _compare(columns, part, with_old="old_log_probs" in batch and not partial)
+        if first and part.finite:
             self._check_same_policy(part)
         return part
 
@@ -340,9 +343,8 @@ class ActorWorker:
         return columns
 
     def _check_same_policy(self, result: UpdateResult) -> None:
-        if self.config.algorithm.old_log_probs != "actor" or not result.first_tokens:
-            return
-        if "same_policy" not in result.first:
+        compared = "same_policy" in result.first and result.first_tokens > 0
+        if self.config.algorithm.old_log_probs != "actor" or not compared:
             return
         gap, limit = result.first["same_policy"] / result.first_tokens, SAME_POLICY_NATS[self.config.model.dtype]
         if not gap <= limit:

@@ -24,9 +24,11 @@ SMALL_SAMPLE = 0.5
 def _gaps(history: History) -> Points:
     """Return the pairs (step, mean gap between the log-probs of engine and actor).
 
-    A run reports the mean log-prob gap of engine and actor either as `rollout/log_prob_gap` or as `actor/engine_gap`.
+    A step reports the mean log-prob gap of engine and actor as `rollout/log_prob_gap`, as `actor/engine_gap`, or as
+    both. `rollout/log_prob_gap` is preferred.
     """
-    return history.points("rollout/log_prob_gap") or history.points("actor/engine_gap")
+    found = dict(history.points("actor/engine_gap")) | dict(history.points("rollout/log_prob_gap"))
+    return sorted(found.items())
 
 
 def _asynchronous(history: History) -> bool:

@@ -332,7 +332,8 @@ class Chunk:
 
         Two columns of log-prob differences replace the log-probs of the actor and of the reference model. The column
         `log_ratio` is the actor's log-prob minus the engine's log-prob. The column `kl` is the actor's log-prob minus
-        the reference model's log-prob. The encoding of real numbers is finest near 0, so small log-prob differences are
+        the reference model's log-prob, or, where the actor's is missing, the engine's log-prob minus the reference
+        model's. The encoding of real numbers is finest near 0, so small log-prob differences are
         stored more exactly than log-probs.
         """
         rollout, old, ref = (self._column(f"{name}_log_probs") for name in ("rollout", "old", "ref"))

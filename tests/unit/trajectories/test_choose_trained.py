@@ -68,7 +68,7 @@ def needs(*overrides) -> list[int]:
     config = compose([*ONE_STEP, *overrides])[0]
     size = config.trainer.prompts_per_minibatch
     parts = [list(range(first, first + size)) for first in range(0, 4, size)] * config.trainer.epochs_per_step
-    return rows_of_actor_pass(config, parts)
+    return rows_of_actor_pass(config, parts, step=config.critic.warmup_steps + 1)
 
 
 def test_one_optimizer_step_on_all_needs_no_pass_of_the_actor():
@@ -80,6 +80,15 @@ def test_one_optimizer_step_on_all_needs_no_pass_of_the_actor():
 def test_the_first_of_several_mini_batches_needs_no_pass_of_the_actor():
     assert needs("trainer.prompts_per_minibatch=2") == [2, 3]
     assert needs("trainer.prompts_per_minibatch=1", "algorithm=tis") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_the_first_update_and_every_tenth_after_it_are_compared_with_a_pass_of_all_rows(warmup):
+    config = compose(["algorithm=ppo", f"critic.warmup_steps={warmup}"])[0]
+    passed = [rows_of_actor_pass(config, [[0], [1]], step=step) for step in range(warmup + 21)]
+    assert passed[:warmup] == [[]] * warmup  # the critic's warm-up does not update the actor
+    assert [number for number, rows in enumerate(passed[warmup:]) if rows == [0, 1]] == [0, 10, 20]
+    assert passed[warmup + 1 : warmup + 10] == [[1]] * 9
 
 
 def test_rows_that_are_trained_on_twice_need_the_pass():
