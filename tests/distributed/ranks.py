@@ -47,6 +47,17 @@ async def processes_of(ranks: int) -> list[WorkerProcess]:
     return MADE[ranks]
 
 
+def end_processes() -> None:
+    """End the processes that `processes_of` has started.
+
+    Each process group of a rank has threads that wake up a hundred times per second, also while the rank is idle. The
+    shared ranks of all distributed tests together slow down other tests by a third or more.
+    """
+    for ranks in [ranks for ranks in MADE if ranks]:
+        for process in MADE.pop(ranks):
+            process.kill()
+
+
 async def built(processes: Sequence[WorkerProcess], role: str, path: str, *args: Any, **kwargs: Any) -> list[Role[Any]]:
     """Build a new role in each of the given processes."""
     await results([process.build(role, path, *args, **kwargs) for process in processes])

@@ -11,6 +11,13 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_idle_ranks():
+    """End the rank processes of distributed tests that ran before in this process of pytest."""
+    if "ranks" in sys.modules:
+        sys.modules["ranks"].end_processes()
+
+
 @pytest.fixture(scope="session")
 def vllm_run(tmp_path_factory):
     """Do a training run with vLLM and two FSDP ranks.
