@@ -26,12 +26,12 @@ def jagged(rows: Iterable[Sequence[Any] | Tensor], dtype: torch.dtype) -> Tensor
 
 
 def _concatenated(rows: Sequence[Sequence[Any] | Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the values (N,) of all rows."""
+    """Concatenate the values of all rows to one tensor (N,)."""
     if any(isinstance(row, Tensor) for row in rows):
         return torch.cat([torch.as_tensor(row, dtype=dtype) for row in rows])
     codes = {row.typecode if isinstance(row, array) else "" for row in rows}
     if len(codes) == 1 and codes <= _DTYPES.keys() and any(rows):
-        # The bytes of all arrays are copied once, without a Python object for each value.
+        # The arrays are joined as bytes, because a conversion to a list would create a Python object for each value.
         return torch.frombuffer(bytearray().join(cast(Any, rows)), dtype=_DTYPES[codes.pop()]).to(dtype)
     # One `torch.tensor` call for all rows is ten times as fast as one call per row.
     return torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=dtype)

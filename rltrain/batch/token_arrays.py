@@ -1,4 +1,4 @@
-"""Arrays of numbers, one for each token of an answer, such as token ids, weight versions and log-probs.
+"""Compact arrays for values that every token of an answer has, such as its id, weight version and log-prob.
 
 A number takes 4 bytes in an array of int32 or float32, and about 30 bytes in a list. Arrays are also pickled as one
 block of bytes, so answers cross process boundaries without a Python object for each token.
@@ -10,14 +10,14 @@ block of bytes, so answers cross process boundaries without a Python object for 
 from array import array
 from collections.abc import Iterable
 
-INT32, INT64, FLOAT32 = "i", "q", "f"  # Type codes of arrays.
+INT32, INT64, FLOAT32 = "i", "q", "f"  # Type codes of the class `array.array`.
 
 
 def int_array(values: Iterable[int]) -> "array[int]":
-    """Return the values as an array of int32; an argument that is such an array is returned without a copy."""
+    """Convert the values to an array of int32. If `values` already is an array of int32, it is returned itself."""
     return values if isinstance(values, array) and values.typecode == INT32 else array(INT32, values)
 
 
 def float_array(values: Iterable[float]) -> "array[float]":
-    """Return the values as an array of float32; an argument that is such an array is returned without a copy."""
+    """Convert the values to an array of float32. If `values` already is an array of float32, it is returned itself."""
     return values if isinstance(values, array) and values.typecode == FLOAT32 else array(FLOAT32, values)

@@ -137,7 +137,7 @@ class PromptSet(Sequence[Prompt]):
             yield self._rows.place(row), self._form.values(self._rows.row(row))
 
     def null_columns(self) -> set[str]:
-        """Return the names of the data columns, out of `columns`, that have no value (null) for any prompt."""
+        """Return those of the data columns in `columns` that are null for every prompt."""
         found = set(self.columns)
         for _, values in self.values():
             found = {name for name in found if values[name] is None}

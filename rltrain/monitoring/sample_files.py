@@ -17,8 +17,8 @@ _EVALUATED = re.compile(r"step_(\d+)_.*\.parquet")
 SHOWN = 8  # At most 8 samples of a training step are sent to trackers.
 # _OF_TOKENS names the columns of a sample table that have one value per response token. A sample table contains only
 # those columns of _OF_TOKENS that the batch of the step contains. The columns `old_log_probs` and `entropies` are
-# missing if one optimizer step trains on the whole batch and nothing reads the columns. The values of both columns are
-# null in rows for which the actor has not computed them.
+# missing if one optimizer step trains on the whole batch and nothing reads the columns. If the actor has computed
+# them only for some rows, the values of the other rows are null.
 _OF_TOKENS = (
     "responses",
     "response_mask",

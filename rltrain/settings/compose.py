@@ -52,7 +52,8 @@ def compose(overrides: Sequence[str], files: Sequence[str] = ()) -> tuple[Config
     _refuse_secrets(values)
     typed = set(map(_key_of, overrides))
     if "trainer.total_steps" in typed and "trainer.total_epochs" not in typed:
-        values["trainer"]["total_epochs"] = None  # The command line overrides the number of epochs in a config file.
+        # The number of steps on the command line replaces the number of epochs in a config file.
+        values["trainer"]["total_epochs"] = None
     config = parse(Config, values)
     if "trainer.total_steps" in typed and config.trainer.total_epochs is not None:
         raise ConfigError(
@@ -75,7 +76,7 @@ def _items(overrides: Sequence[str], files: Sequence[str]) -> list[Item]:
 
 
 def _undoes_a_choice(item: Item, typed: Mapping[str, str]) -> bool:
-    """Return whether a config file's item is a setting that would override a choice on the command line.
+    """Return whether a setting of a config file would override a choice that the user typed on the command line.
 
     Settings override choices. If the command line has `rollout=hf` and a config file sets `rollout.engine`, the file's
     engine would be used, so this setting must be left out. The file's `rollout.temperature` is kept, because it is the

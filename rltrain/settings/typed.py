@@ -58,7 +58,8 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-_SIMILAR = 0.65  # A known key is suggested for an unknown key only from this similarity on.
+# Similarity, between 0 and 1, that a known key must have to an unknown key to be suggested in the error message.
+_SIMILAR = 0.65
 
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:

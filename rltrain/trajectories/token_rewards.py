@@ -46,8 +46,8 @@ from rltrain.trajectories.scoring import (
     zero_spread,
 )
 
-# Interval, in training steps, at which the update's log-probs are compared with those of an earlier forward pass. The
-# interval is not a setting, because a forward pass of all rows changes the update by rounding.
+# Number of training steps between two checks that the update computes the same log-probs as a forward pass before it.
+# The number is not a setting, because the forward pass of a check changes the rounding of the update.
 SAME_POLICY_EVERY = 10
 
 
@@ -73,7 +73,7 @@ def with_all_knobs(config: Config) -> Config:
 
 
 def rows_of_actor_pass(config: Config, minibatches: Sequence[Sequence[int]], *, step: int) -> list[int]:
-    """Return the rows for which a training step makes a forward pass of the actor before the update.
+    """Return the rows whose log-probs the actor computes in a forward pass before a training step's update.
 
     The old log-probs of the first mini-batch equal the detached log-probs of the update itself. The forward pass of the
     first mini-batch's rows is therefore needed only if the actor's log-probs or entropies are read before the update,
@@ -101,7 +101,7 @@ def rows_of_actor_pass(config: Config, minibatches: Sequence[Sequence[int]], *, 
 
 
 def reads_actor_pass(config: Config) -> bool:
-    """Return whether a training step reads the actor's log-probs or entropies before the update."""
+    """Return whether something needs the actor's log-probs or entropies before the update, such as a KL penalty."""
     algorithm = config.algorithm
     columns = set(columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)))
     for selector in loss_functions(algorithm.loss_mode)[1:]:

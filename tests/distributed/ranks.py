@@ -48,7 +48,7 @@ async def processes_of(ranks: int) -> list[WorkerProcess]:
 
 
 def end_processes() -> None:
-    """End the processes that `processes_of` has started.
+    """End the rank processes that distributed tests share.
 
     Each process group of a rank has threads that wake up a hundred times per second, also while the rank is idle. The
     shared ranks of all distributed tests together slow down other tests by a third or more.

@@ -118,7 +118,8 @@ async def test_D1_the_first_mini_batch_learns_the_same_with_and_without_the_acto
             monkeypatch.setattr(made, "rows_of_actor_pass", lambda batch: list(range(len(batch))))
         found.append(await run(made, 3))
     (metrics, batches, after), (forced_metrics, forced_batches, forced_after) = found
-    assert ["has_old_log_probs" in batch for batch in batches] == [False, True, True]  # step 1 checks the engine
+    # In step 1, the actor computes the log-probs of all rows, because they are compared with the engine's.
+    assert ["has_old_log_probs" in batch for batch in batches] == [False, True, True]
     assert ["actor/same_policy_gap" in step for step in metrics] == [True, False, False]
     for batch, forced_batch in zip(batches[1:], forced_batches[1:], strict=True):
         assert torch.equal(batch.values("responses"), forced_batch.values("responses"))

@@ -311,11 +311,12 @@ class ActorWorker:
             teachers=self._teachers(part) if algorithm.distillation.full else None,
         )
         columns["log_probs"] = unpack(output.log_probs, mask)
-        # The old log-probs of the first mini-batch equal its current log-probs, so the batch may lack them.
+        # Before the first optimizer step, the current log-probs are the old log-probs. The batch may therefore lack the
+        # old log-probs of the first mini-batch.
         now = columns["log_probs"].detach()
         columns.setdefault("old_log_probs", now)
         if "has_old_log_probs" in part:
-            known = part.batch["has_old_log_probs"].to(device())[:, None]
+            known = part.select(["has_old_log_probs"]).batch["has_old_log_probs"].to(device())[:, None]
             columns["old_log_probs"] = torch.where(known, columns["old_log_probs"], now)
         if output.entropies is not None:
             columns["entropy"] = unpack(output.entropies, mask)
@@ -576,7 +577,7 @@ def teacher_kl(columns: Mapping[str, Tensor]) -> Tensor:
 
 
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult, *, with_old: bool) -> None:
-    """Compare the current log-probs with the engine's log-probs and, if `with_old`, with the old log-probs.
+    """Compare the current log-probs with the engine's and, if `with_old` is True, also with the old log-probs.
 
     The sum of |log-prob - old log-prob| and the sums of `rollout_diagnostics`, all over the trained tokens, are added
     to `result.first`.

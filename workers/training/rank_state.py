@@ -69,10 +69,10 @@ class _Ticking(DefaultLoadPlanner):
 
 @functools.cache
 def _checkpoint_group(role: str, world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Create the process group for the checkpoints of a role.
+    """Create the gloo process group through which the ranks of a role coordinate their checkpoints.
 
     Roles save at the same time, so each role needs a process group of its own. A process keeps the threads and sockets
-    of each process group, so a process that trains several times uses the same one again.
+    of each process group, so a process that trains several times reuses its process groups.
 
     Args:
         role: name of the role.

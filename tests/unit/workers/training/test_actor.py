@@ -190,7 +190,7 @@ async def test_D1_without_the_column_the_old_policy_is_the_current_one(start, sa
     run = Run(start)
     metrics = await run.update(sampled_batch)
     assert (metrics["ratio_mean"], metrics["ppo_kl"]) == (1.0, 0.0)
-    assert "same_policy_gap" not in metrics  # there is nothing to compare with
+    assert "same_policy_gap" not in metrics  # the batch has no old log-probs to compare with
     other = Run(start)
     again = await other.update(await other.prepared(sampled_batch))
     assert metrics["grad_norm"] == pytest.approx(again["grad_norm"], rel=1e-5)
