@@ -1,6 +1,11 @@
-"""Shared fixtures: tiny models, batches, and a local Ray for the tests that need Ray."""
+"""Shared fixtures: tiny models, batches, and a local Ray for the tests that need Ray. Also a time budget for slow CI.
+
+If the environment variable RLTRAIN_TEST_BUDGET_S is set, a session of pytest starts no test after this number of
+seconds. The summary names the tests that were left out.
+"""
 
 import os
+import time
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", RAY_USAGE_STATS_ENABLED="0")
 
@@ -10,6 +15,23 @@ import torch
 from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.settings.compose import compose
+
+BUDGET_S, BEGAN = float(os.environ.get("RLTRAIN_TEST_BUDGET_S", "inf")), time.monotonic()
+LEFT_OUT = f"the time budget of {BUDGET_S:.0f} s is used up"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Skip a test if the time budget of the session is used up."""
+    if time.monotonic() - BEGAN > BUDGET_S:
+        pytest.skip(LEFT_OUT)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the tests that were skipped because the time budget of the session was used up."""
+    names = [report.nodeid for report in terminalreporter.stats.get("skipped", ()) if LEFT_OUT in str(report.longrepr)]
+    for name in names:
+        terminalreporter.write_line(f"NOT RUN {name}: {LEFT_OUT}")
 
 
 @pytest.fixture(scope="session")

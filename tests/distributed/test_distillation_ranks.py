@@ -74,7 +74,8 @@ async def trained(start, teachers, kind, split):
             process.kill()
 
 
-@pytest.mark.parametrize("kind", ["full", pytest.param("sampled", marks=pytest.mark.broad)])
+@pytest.mark.broad
+@pytest.mark.parametrize("kind", ["full", "sampled"])
 async def test_A2_A3_two_teachers_over_ranks_train_as_in_one_process(start, teachers, kind):
     first, weights = await trained(start, teachers, kind, SPLITS[0])
     assert all(step["teacher_kl"] > 0.1 and step["distillation_loss"] > 0.01 for step in first)

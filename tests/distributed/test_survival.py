@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from threading import Event
 
 import psutil
@@ -68,11 +67,10 @@ async def test_the_rank_that_died_is_named_with_its_phase_and_another_takes_its_
     group, liveness, number, tmp_path
 ):
     pid = await pid_of(group, 1)
-    pending, began = [rank.start(Event.wait) for rank in group.ranks], time.monotonic()
+    pending = [rank.start(Event.wait) for rank in group.ranks]
     os.kill(pid, number)
     with pytest.raises(WorkerLost, match=rf"event.wait: rank 1 \(pid {pid} on .*\) (is gone|has been stopped)") as told:
         await results(pending)
-    assert time.monotonic() - began < 30
     assert "rank 0" not in str(told.value)
     for rank in group.ranks:
         rank.process.kill()

@@ -137,6 +137,10 @@ def is_abandoned(path) -> bool:
 
 
 TRANSPORTS = ("shared_memory", "object_store", "process_group")
+MEMBERS = [
+    "rollout replica 0",
+    *(pytest.param(name, marks=pytest.mark.broad) for name in ("training rank 1", "rollout replica 1")),
+]
 
 
 async def test_E5_E6_each_transport_leaves_every_engine_with_the_weights_of_all_ranks(workers, nothing_left):
@@ -179,7 +183,7 @@ async def test_the_death_of_a_rank_is_named_and_leaves_no_file(workers, nothing_
         await engines(workers)[1].call(RolloutWorker.poll, 0.1)
 
 
-@pytest.mark.parametrize("dying", ["training rank 1", "rollout replica 0", "rollout replica 1"])
+@pytest.mark.parametrize("dying", MEMBERS)
 async def test_the_death_of_a_member_of_the_process_group_is_named(start, nothing_left, dying):
     async with started(start, "rollout=hf") as workers:
         await workers.rollout.start()

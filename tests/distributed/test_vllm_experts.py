@@ -34,7 +34,7 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "dtype": "float32",
 }  # fmt: skip
-MIXTURES = ["qwen3_moe", "mixtral", "olmoe"]
+MIXTURES = ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.broad) for name in ("mixtral", "olmoe"))]
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 
 

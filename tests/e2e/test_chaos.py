@@ -6,9 +6,10 @@ import pytest
 from tests.chaos.runs import ASYNCHRONOUS, CONVERSATIONS, distillation, run, start, usual
 from tests.chaos.strikes import named
 
-STRIKES = named(["gcs_server:update_actor:KILL", "reference:ref_log_probs:STOP", "reference:generate:KILL"])
-BROAD = named(
-    ["actor:update_actor:KILL", "driver:checkpoint:KILL", "rollout:generate:KILL", "reward:generate:KILL",
+pytestmark = pytest.mark.broad
+STRIKES = named(
+    ["gcs_server:update_actor:KILL", "reference:ref_log_probs:STOP", "reference:generate:KILL",
+     "actor:update_actor:KILL", "driver:checkpoint:KILL", "rollout:generate:KILL", "reward:generate:KILL",
      "actor:sync_weights:STOP", "driver:start:KILL"]
 )  # fmt: skip
 
@@ -28,13 +29,7 @@ def undisturbed(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "strike",
-    [
-        *(pytest.param(strike, id=strike.name) for strike in STRIKES),
-        *(pytest.param(strike, id=strike.name, marks=pytest.mark.broad) for strike in BROAD),
-    ],
-)
+@pytest.mark.parametrize("strike", [pytest.param(strike, id=strike.name) for strike in STRIKES])
 def test_F4_a_run_whose_process_is_struck_ends_with_the_weights_and_the_ledger_of_an_undisturbed_one(
     strike, undisturbed, tmp_path
 ):
@@ -55,7 +50,6 @@ def test_F4_a_training_rank_that_dies_in_a_weight_sync_while_answers_are_under_w
     assert outcome.detected_s is not None, "the run did not report the failure"
 
 
-@pytest.mark.broad
 @pytest.mark.parametrize("name", ["environment:update_actor:KILL", "rollout:sync_weights:KILL"])
 def test_T5_conversations_that_go_on_during_training_survive_the_death_of_their_processes(name, undisturbed, tmp_path):
     (strike,) = named([name])
@@ -65,7 +59,6 @@ def test_T5_conversations_that_go_on_during_training_survive_the_death_of_their_
     assert outcome.repeated == 0
 
 
-@pytest.mark.broad
 def test_F4_a_run_whose_teacher_or_driver_dies_ends_as_an_undisturbed_one(tmp_path):
     overrides = distillation(tmp_path)
     undisturbed = tmp_path / "undisturbed"

@@ -150,7 +150,7 @@ async def run(base_url, api_key, messages, answer):
 '''
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.broad)])
 def test_T1_an_agent_with_several_conversations_is_trained_on_each_answer_in_its_own_context(
     common, tmp_path, algorithm
 ):

@@ -124,7 +124,10 @@ def small(program, text, output):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("document", ["README.md", *(name for name in GUIDES if name not in WITHOUT_COMMANDS)])
+@pytest.mark.parametrize(
+    "document",
+    ["README.md", *(pytest.param(name, marks=pytest.mark.broad) for name in GUIDES if name not in WITHOUT_COMMANDS)],
+)
 def test_the_commands_of_a_document_run(document, folder):
     for path, content in named_files(document):
         if not (folder / path).exists() and "/" not in path:

@@ -33,7 +33,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.broad), "qwen3"])
+@pytest.mark.broad
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_another_architecture_trains_through_vllm_with_a_chat_template_and_a_reward_file(folder, name):
     save_model(folder / "model", name, positions=128)
     run = train(

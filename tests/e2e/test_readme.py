@@ -226,7 +226,12 @@ def test_the_recipe_for_own_data_trains_and_the_catalogue_explains_its_metrics(t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("file", "name", "turns"), [("my_env.py", "FewGuesses", 5), ("my_table.py", "Table", 6), ("my_agent.py", "run", 5)]
+    ("file", "name", "turns"),
+    [
+        pytest.param("my_env.py", "FewGuesses", 5, marks=pytest.mark.broad),
+        ("my_table.py", "Table", 6),
+        ("my_agent.py", "run", 5),
+    ],
 )
 def test_the_environments_and_the_agent_of_the_guide_train(tmp_path, file, name, turns):
     written_file("docs/agents.md", file, tmp_path)

@@ -73,6 +73,7 @@ def test_E7_F4_deaths_of_an_engine_a_reward_worker_and_a_rank_change_nothing_to_
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.broad
 def test_a_run_whose_connection_drops_saves_a_checkpoint_though_nobody_reads_its_output(tmp_path):
     """The terminal sends SIGHUP to all processes of the run, and then the shell sends SIGHUP again."""
     output = tmp_path / "run"
@@ -94,6 +95,7 @@ def test_a_run_whose_connection_drops_saves_a_checkpoint_though_nobody_reads_its
     assert marked(output) == []
 
 
+@pytest.mark.broad
 def test_a_run_whose_training_ranks_may_not_restart_ends_with_one_line(tmp_path):
     output = tmp_path / "run"
     process = start(output, *RUN, "trainer.max_restarts=0", "trainer.total_steps=1000")

@@ -50,6 +50,7 @@ def test_each_job_of_a_sweep_trains_with_its_own_values_and_the_same_free_text(t
     assert "trainer.seed=2" in sweep.stdout
 
 
+@pytest.mark.broad
 def test_a_job_that_fails_makes_the_status_of_the_sweep_1_and_the_next_job_trains(tmp_path):
     # With rollout.max_prompt_length=1, all prompts are too long. The job can find this out only when it loads its data.
     sweep = train(tmp_path / "sweep", "-m", *JOB, "trainer.seed=1", "rollout.max_prompt_length=1,24")

@@ -24,6 +24,7 @@ def tracks(events):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.broad
 def test_driver_rank_engine_and_reward_process_all_have_their_events_in_the_timeline(tmp_path):
     done = train(tmp_path / "run", *COMMON, "placement=local", "trainer.total_steps=2", "trainer.save_every=1")
     assert (done.status, done.survivors) == (0, []), done.stderr

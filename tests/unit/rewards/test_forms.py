@@ -249,7 +249,7 @@ def test_an_async_call_that_takes_too_long_is_cancelled_alone(path):
     worker = RewardWorker([function(path, "nap")])
     start = time.monotonic()
     results = worker.score(requests("abc", "long", "raise", "exit", "a"), limit_s=0.3)
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 30  # The slow call would take 60 s.
     assert scores(results) == [3.0, "failed", "failed", "failed", 1.0]
     errors = [r.error for r in results]
     assert errors[1] == "reward function 'nap' did not return within 0.3 s"

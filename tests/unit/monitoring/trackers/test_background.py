@@ -137,10 +137,8 @@ def test_a_slow_sink_delays_no_call_and_what_does_not_fit_is_left_out(monkeypatc
     inner = Recorder(step_1=held.wait)
     sink = BackgroundSink("slow", inner)
     sink.restore(0, [], [])
-    began = time.monotonic()
     for step in range(1, 21):
-        sink.log_step(step, {})
-    assert time.monotonic() - began < 1.0
+        sink.log_step(step, {})  # A call that waited for the sink would wait for ever.
     (alarm,) = sink.alarms()
     assert alarm.startswith("trainer.trackers: slow is slower than the run: 5 calls are waiting")
     sink.restore(20, [], [])  # Calls of `restore` are never dropped.
