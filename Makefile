@@ -123,17 +123,18 @@ fuzz: setup  ## Test COUNT random good and bad command lines, environments, data
 
 # Cosmic Ray changes a copy of the code, never the checkout. It has its own virtual environment; the tests run in .venv.
 MUTANTS := build/mutants
-mutants: setup  ## Change rltrain/algorithms at random, COUNT times, and count the changes that no test notices
-	@rm -rf $(MUTANTS)/copy $(MUTANTS)/original && mkdir -p $(MUTANTS)/copy && cp -r rltrain tests pyproject.toml $(MUTANTS)/copy
-	@cp -r rltrain/algorithms $(MUTANTS)/original
+CORES = $(shell seq $$(nproc))
+mutants: setup  ## Change rltrain/algorithms at random, COUNT times, on all cores, and count the changes that no test notices
+	@rm -rf $(MUTANTS)/copy* $(MUTANTS)/original $(MUTANTS)/*.sqlite && mkdir -p $(MUTANTS) && cp -r rltrain/algorithms $(MUTANTS)/original
 	@test -x $(MUTANTS)/venv/bin/cosmic-ray || { $(PYTHON) -m venv $(MUTANTS)/venv && \
 	$(MUTANTS)/venv/bin/python -m pip install -qq --disable-pip-version-check cosmic-ray==8.7.0; }
-	@rm -f $(MUTANTS)/session.sqlite
-	@cd $(MUTANTS)/copy && ../venv/bin/cosmic-ray init tests/mutation/cosmic-ray.toml ../session.sqlite
-	@$(MUTANTS)/venv/bin/python tests/mutation/draw.py sample $(MUTANTS)/session.sqlite --count $(COUNT) --seed $(SEED)
-	@cd $(MUTANTS)/copy && PATH=$(abspath $(BIN)):$$PATH $(TEST_ENV) ../venv/bin/cosmic-ray exec \
-	tests/mutation/cosmic-ray.toml ../session.sqlite
-	@$(MUTANTS)/venv/bin/python tests/mutation/draw.py report $(MUTANTS)/session.sqlite
+	@for n in $(CORES); do mkdir $(MUTANTS)/copy$$n && cp -r rltrain tests pyproject.toml $(MUTANTS)/copy$$n && \
+	(cd $(MUTANTS)/copy$$n && ../venv/bin/cosmic-ray init tests/mutation/cosmic-ray.toml ../session$$n.sqlite) || exit 1; done
+	@$(MUTANTS)/venv/bin/python tests/mutation/draw.py sample $(MUTANTS)/session*.sqlite --count $(COUNT) --seed $(SEED)
+	@for n in $(CORES); do (cd $(MUTANTS)/copy$$n && PATH=$(abspath $(BIN)):$$PATH $(TEST_ENV) ../venv/bin/cosmic-ray exec \
+	tests/mutation/cosmic-ray.toml ../session$$n.sqlite) & all="$$all $$!"; done; \
+	status=0; for one in $$all; do wait $$one || status=1; done; exit $$status
+	@$(MUTANTS)/venv/bin/python tests/mutation/draw.py report $(MUTANTS)/session*.sqlite
 
 # TRL has its own virtual environment, with the same locked packages and the other packages that TRL needs.
 TRL := build/trl
