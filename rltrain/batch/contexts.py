@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rltrain.batch.data_proto import DataProto
 from rltrain.batch.jagged import offsets_of, positions, ranges
+from rltrain.batch.token_arrays import NOT_RECORDED
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,36 @@ class Contexts:
 def row_tokens(batch: DataProto) -> Tensor:
     """Return the number of tokens of each row (B,) on which a model runs: all but the last response token."""
     return batch.lengths("prompts") + batch.lengths("responses").clamp(min=1) - 1
+
+
+def experts_of(batch: DataProto) -> Tensor:
+    """Return the recorded experts (N, E) of the N tokens of all contexts, in the order of `contexts_of`.
+
+    The batch has the columns `prompt_experts` and `response_experts`, with E experts for each token.
+    """
+    prompts, responses = batch.lengths("prompts"), batch.lengths("responses")
+    rows = zip(
+        batch.values("prompt_experts").split(prompts.tolist()),
+        batch.values("response_experts").split(responses.tolist()),
+        strict=True,
+    )
+    return torch.cat([part for prompt, response in rows for part in (prompt, response[:-1])])
+
+
+def experts_by_row(batch: DataProto, experts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the experts of all prompt tokens (P, E) and of all response tokens (R, E): the inverse of `experts_of`.
+
+    Args:
+        batch: the rows.
+        experts: (N, E) experts of the N tokens of all contexts, in the order of `contexts_of`.
+
+    The experts of the last token of each response are `NOT_RECORDED`, because the model never processes this token.
+    """
+    prompts, responses = batch.lengths("prompts").tolist(), batch.lengths("responses").tolist()
+    filler = experts.new_full((1, experts.size(1)), NOT_RECORDED)
+    parts = experts.split([n for row in zip(prompts, responses, strict=True) for n in (row[0], max(row[1] - 1, 0))])
+    of_responses = [(part, filler[: min(length, 1)]) for part, length in zip(parts[1::2], responses, strict=True)]
+    return torch.cat(parts[::2]), torch.cat([part for row in of_responses for part in row])
 
 
 def contexts_of(batch: DataProto) -> Contexts:

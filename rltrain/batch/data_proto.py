@@ -47,6 +47,8 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "entropies": ("response", "entropy of the actor's distribution before the update, nats; see `has_old_log_probs`"),
     "ref_hidden": ("response", "(N, H): the reference's last hidden state at the position that predicts the token"),
     "ref_hidden_place": ("row", "int64, place of the row's `ref_hidden` on the rank that keeps it"),
+    "prompt_experts": ("prompt", "(N, E), int16: numbers of the recorded experts of each token; -1 = not recorded"),
+    "response_experts": ("response", "(N, E), int16: numbers of the recorded experts of each token; -1 = not recorded"),
     "full_kl": ("response", "exact KL of the actor from the reference model, computed before the update, nats"),
     "teacher_log_probs": ("response", "token's log-prob under the row's teacher, nats; undefined if `teacher` is -1"),
     "teacher_hidden": (

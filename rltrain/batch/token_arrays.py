@@ -10,12 +10,18 @@ block of bytes, so answers cross process boundaries without a Python object for 
 from array import array
 from collections.abc import Iterable
 
-INT32, INT64, FLOAT32 = "i", "q", "f"  # Type codes of the class `array.array`.
+INT16, INT32, INT64, FLOAT32 = "h", "i", "q", "f"  # Type codes of the class `array.array`.
+NOT_RECORDED = -1  # Takes the place of an expert's number where no expert was recorded.
 
 
 def int_array(values: Iterable[int]) -> "array[int]":
     """Convert the values to an array of int32. If `values` already is an array of int32, it is returned itself."""
     return values if isinstance(values, array) and values.typecode == INT32 else array(INT32, values)
+
+
+def short_array(values: Iterable[int]) -> "array[int]":
+    """Convert the values to an array of int16. If `values` already is an array of int16, it is returned itself."""
+    return values if isinstance(values, array) and values.typecode == INT16 else array(INT16, values)
 
 
 def float_array(values: Iterable[float]) -> "array[float]":

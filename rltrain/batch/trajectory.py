@@ -20,6 +20,7 @@ not `response_mask`, because `response_mask` is also False at the sampled tokens
 must not load torch.
 """
 
+import base64
 import hashlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any, Self, TypeVar
 
-from rltrain.batch.token_arrays import FLOAT32, INT32, INT64, float_array, int_array
+from rltrain.batch.token_arrays import FLOAT32, INT16, INT32, INT64, float_array, int_array, short_array
 
 NOT_SAMPLED = -1  # The value of `policy_version` at a response token that belongs to an observation.
 # Values of `Trajectory.stop_reason` which mean that a limit cut the trajectory off.
@@ -59,6 +60,8 @@ class Turn:
         new_context: whether `observation_ids` is the whole context of the turn. If `new_context` is False, the context
             of the turn consists of the context and the action of the previous turn, followed by `observation_ids`. In
             the first turn, `new_context` has no effect.
+        experts: the experts that a mixture-of-experts model's routers chose, as in
+            `workers.rollout.messages.Completion`; empty if the engine did not record them.
     """
 
     observation_ids: Sequence[int]
@@ -69,6 +72,7 @@ class Turn:
     text: str = ""
     reward: float | None = None
     new_context: bool = False
+    experts: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if not len(self.action_ids) == len(self.log_probs) == len(self.versions):
@@ -79,6 +83,7 @@ class Turn:
         object.__setattr__(self, "action_ids", int_array(self.action_ids))
         object.__setattr__(self, "log_probs", float_array(self.log_probs))
         object.__setattr__(self, "versions", int_array(self.versions))
+        object.__setattr__(self, "experts", short_array(self.experts))
 
     def token_rewards(self) -> list[float]:
         """Return the reward of each sampled token: the turn's reward for the last token, 0.0 for all other tokens."""
@@ -184,6 +189,7 @@ class Trajectory:
         state = asdict(self)
         for turn in state["turns"]:
             turn |= {name: list(turn[name]) for name in ("observation_ids", "action_ids", "log_probs", "versions")}
+            turn["experts"] = base64.b64encode(turn["experts"]).decode()
         if list(self.prompt_ids) == list(prompt_ids):
             del state["turns"][0]["observation_ids"]
         return state
@@ -194,7 +200,8 @@ class Trajectory:
         turns = []
         for turn in state["turns"]:
             observed = int_array(turn["observation_ids"]) if "observation_ids" in turn else prompt_ids
-            turns.append(Turn(**turn | {"observation_ids": observed}))
+            experts = array(INT16, base64.b64decode(turn.get("experts", "")))
+            turns.append(Turn(**turn | {"observation_ids": observed, "experts": experts}))
         return cls(**{**state, "turns": turns})
 
     def segments(self) -> list[tuple[int, bool]]:

@@ -125,6 +125,10 @@ def _check_models(config: Config) -> None:
         from workers.models.lora import adapter_parameters
 
         adapter_parameters(config.model.path, config.model.lora)
+    if config.actor.router_replay is not None:
+        from workers.models.router_replay import check_routers
+
+        check_routers(config.model.path)
 
 
 def _check_weights(config: Config) -> None:

@@ -307,13 +307,20 @@ class OptimizerConfig:
 
 @section
 class ActorConfig(OptimizerConfig):
-    """Settings of the actor's optimizer, and the key `share_prefixes`, which applies to all roles."""
+    """Settings of the actor: its optimizer, `router_replay`, and `share_prefixes`, which applies to all roles."""
 
     share_prefixes: bool = key(
         "Compute tokens with which several rows of a micro-batch begin, such as the prompt of a group or the earlier "
         "turns of a conversation, only once. share_prefixes applies to every model on the training ranks, and changes "
         "results only by rounding.",
         changeable=True,
+    )
+    router_replay: Literal["engine", "actor"] | None = key(
+        "Which experts of a mixture-of-experts model compute each token in the actor's update. engine: those that the "
+        "engine chose when it sampled the token (R3, arXiv:2510.11370); needs answers of one turn, and GPUs with "
+        "rollout=vllm. actor: those that the actor chose before the step's first update (R2, arXiv:2512.01374). null: "
+        "those that the actor chooses in the update itself.",
+        values="`engine`, `actor` or `null`",
     )
 
 
@@ -913,6 +920,7 @@ class Config:
         )
         self._require_whole_distribution()
         self._require_use_of_kept_cache()
+        self._require_recorded_experts()
         buffer, limit = self.algorithm.reward_shaping.overlong_buffer, self.rollout.max_response_length
         require(
             buffer <= limit,
@@ -975,6 +983,53 @@ class Config:
             "of several weight versions, so they need importance weights; use algorithm.correction.level=token, or "
             "rollout.keep_kv_cache=false",
         )
+
+    def _require_recorded_experts(self) -> None:
+        """Raise ConfigError if a run would record no experts for `actor.router_replay`, or could not replay them."""
+        replay = self.actor.router_replay
+        of_engine = replay == "engine"
+        for used, name, reason, way in (
+            (
+                of_engine and self.rollout.engine == "stored",
+                "rollout=stored",
+                "stored answers have no experts",
+                "rollout=hf",
+            ),
+            (
+                of_engine and self.rollout.engine == "vllm" and bool(self.rollout.stop),
+                "rollout=vllm and rollout.stop",
+                "vLLM returns no experts for an answer that a stop string ends",
+                "rollout.stop=[]",
+            ),
+            (
+                of_engine and self.rollout.has_environment,
+                "rollout.environment, rollout.tools or rollout.agent",
+                "the engine records experts only for answers of one turn",
+                "actor.router_replay=actor",
+            ),
+            (
+                replay == "actor" and self.algorithm.old_log_probs == "rollout",
+                "algorithm.old_log_probs=rollout",
+                "the actor makes no forward pass before the update, so it chooses no experts",
+                "algorithm.old_log_probs=actor",
+            ),
+            (
+                replay == "actor" and self.optimizer_steps_per_step == 1,
+                "one optimizer step per training step",
+                "the only optimizer step uses the weights with which the actor chose the experts, so replay changes "
+                "nothing",
+                "a smaller trainer.prompts_per_minibatch",
+            ),
+            (
+                replay is not None and self.model.compile,
+                "model.compile=true",
+                "a compiled layer cannot replay experts",
+                "model.compile=false",
+            ),
+        ):
+            require(
+                not used, f"actor.router_replay={replay} with {name}: {reason}; use {way}, or actor.router_replay=null"
+            )
 
     def require_actor_steps(self) -> None:
         """Raise ConfigError if the critic's warm-up is as long as the run, so that the actor would not be trained."""

@@ -7,6 +7,7 @@ import torch
 
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.batch.sampled_tokens import sampled_tokens
+from rltrain.batch.token_arrays import NOT_RECORDED
 from rltrain.batch.trajectory import Trajectory
 from rltrain.data.prompts import Prompt
 from rltrain.environments.contract import valid_unicode
@@ -23,25 +24,27 @@ def mean_score(groups: Sequence[Group], config: Config) -> float:
     return float(scores.mean()) if len(scores) else 0.0
 
 
-def answers_of(groups: Sequence[Group], *, baseline: bool = False) -> DataProto:
+def answers_of(groups: Sequence[Group], *, baseline: bool = False, experts: bool = False) -> DataProto:
     """Convert groups with finished answers to a batch whose rows are sorted by group number, then by sample number.
 
-    If `baseline` is True, the batch contains only the greedy answers, one row per group.
+    If `baseline` is True, the batch contains only the greedy answers, one row per group. `experts` has the meaning that
+    it has in `batch_of`.
     """
     rows = _rows(groups, baseline=baseline)
-    batch = batch_of([group.trajectories[number] for group, number in rows])
+    batch = batch_of([group.trajectories[number] for group, number in rows], experts=experts)
     texts = {"prompt_text": [group.prompt.text for group, _ in rows]}
     return batch.union(DataProto.from_dict(non_tensors=texts))
 
 
-def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
+def batch_of(trajectories: Sequence[Trajectory], *, experts: bool = False) -> DataProto:
     """Convert trajectories to a batch with one row per trajectory, in the order of the trajectories.
 
     The column `responses` contains the sampled tokens and the observations after the prompt. The column `response_mask`
     is True exactly at the sampled tokens. At observation tokens, `rollout_log_probs` is 0 and `policy_version` is
-    `NOT_SAMPLED`. If the trajectories are from an environment, the batch also has columns for the numbers of turns,
-    contexts and tool calls, the stop reason, the messages of the conversation, the turn of each token, and the starts
-    of new contexts.
+    `NOT_SAMPLED`. If `experts` is True and the engine recorded the experts of the tokens, the batch has the columns
+    `prompt_experts` and `response_experts`. If the trajectories are from an environment, the batch also has columns for
+    the numbers of turns, contexts and tool calls, the stop reason, the messages of the conversation, the turn of each
+    token, and the starts of new contexts.
     """
     batch = DataProto.from_dict(
         {
@@ -58,11 +61,42 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
     mask = torch.tensor([sampled for _, sampled in segments], dtype=torch.bool).repeat_interleave(lengths)
     batch = batch.with_values("responses", response_mask=mask)
     assert torch.equal(sampled_tokens(batch), mask), "the weight version of a sampled token must be 0 or above"
+    if experts and any(turn.experts for t in trajectories for turn in t.turns):
+        prompts, responses = _experts(trajectories)
+        batch = batch.with_values("prompts", prompt_experts=prompts)
+        batch = batch.with_values("responses", response_experts=responses)
     if not any(t.stop_reason for t in trajectories):
         return batch
     return batch.union(_environment_columns(trajectories)).with_values(
         "responses", **_turn_columns(trajectories, batch.offsets("responses"))
     )
+
+
+def _experts(trajectories: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts of all prompt tokens (P, E) and of all response tokens (R, E), in int16.
+
+    The experts of a token are `NOT_RECORDED` if the engine recorded none, as for the last token of a response. All rows
+    of a prompt group get the prompt experts of the group's first row that has some. A forward pass computes their
+    common prompt only once, so it cannot use several choices.
+    """
+    turns = [trajectory.turns[0] for trajectory in trajectories]
+    assert all(len(t.turns) == 1 for t in trajectories), "experts are recorded only for answers of one turn"
+    sizes = [(len(turn.observation_ids), len(turn.action_ids)) for turn in turns]
+    width = max(len(turn.experts) // (sum(size) - 1) for turn, size in zip(turns, sizes, strict=True) if turn.experts)
+    experts = torch.full((sum(map(sum, sizes)), width), NOT_RECORDED, dtype=torch.int16)
+    parts = experts.split([length for size in sizes for length in size])
+    begin, known, of_prompts = 0, list[torch.Tensor](), dict[int, torch.Tensor]()
+    for trajectory, turn, (prompt, _) in zip(trajectories, turns, sizes, strict=True):
+        recorded = torch.frombuffer(turn.experts, dtype=torch.int16) if turn.experts else experts[:0]
+        known.append(recorded.view(-1, width))
+        if turn.experts:
+            of_prompts.setdefault(trajectory.uid, known[-1][:prompt])
+    for trajectory, own, (prompt, response) in zip(trajectories, known, sizes, strict=True):
+        experts[begin : begin + len(own)] = own
+        if trajectory.uid in of_prompts:
+            experts[begin : begin + prompt] = of_prompts[trajectory.uid]
+        begin += prompt + response
+    return torch.cat(parts[::2]), torch.cat(parts[1::2])
 
 
 def _turn_columns(trajectories: Sequence[Trajectory], offsets: torch.Tensor) -> dict[str, torch.Tensor]:

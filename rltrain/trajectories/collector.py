@@ -190,7 +190,8 @@ class Collector:
             await self._news()
         self._require_fresh(version, groups, self.groups.max_staleness)
         self._require_fresh(version, self.step.reused, self.config.trainer.max_staleness)
-        return answers_of([*groups, *self.step.reused])
+        experts = self.config.actor.router_replay == "engine"
+        return answers_of([*groups, *self.step.reused], experts=experts)
 
     def _open_step(self) -> None:
         """Begin a training step, and choose the groups of earlier steps on which the step trains again."""

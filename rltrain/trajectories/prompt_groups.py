@@ -362,5 +362,5 @@ def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int,
 def trajectory_of(prompt_ids: Sequence[int], completion: Completion) -> Trajectory:
     """Convert a prompt and a finished answer to a trajectory with a single turn."""
     c, (uid, sample) = completion, completion.key
-    turn = Turn(prompt_ids, c.token_ids, c.log_probs, c.versions, c.finish_reason, c.text)
+    turn = Turn(prompt_ids, c.token_ids, c.log_probs, c.versions, c.finish_reason, c.text, experts=c.experts)
     return Trajectory(uid, sample, (turn,))

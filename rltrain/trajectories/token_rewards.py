@@ -34,6 +34,7 @@ from rltrain.algorithms.ratio import safe_log_ratio
 from rltrain.base.errors import EstimatorError, NumericsError, described
 from rltrain.batch.data_proto import COLUMNS, DataProto, offsets_of, positions
 from rltrain.batch.sampled_tokens import sampled_lengths, sampled_tokens
+from rltrain.batch.token_arrays import NOT_RECORDED
 from rltrain.settings.algorithm_config import AlgorithmConfig, KLInRewardConfig
 from rltrain.settings.schema import Config
 from rltrain.trajectories.scoring import (
@@ -122,22 +123,26 @@ def with_columns_of_rows(batch: DataProto, found: DataProto, rows: Sequence[int]
     """Add the columns that the actor's forward pass computed for some rows of a batch.
 
     If the forward pass has computed all rows, the columns are added as they are. Otherwise, the added columns are 0 in
-    all other rows, and the column `has_old_log_probs` tells the rows apart.
+    all other rows, and the column `has_old_log_probs` tells the rows apart. The experts of these rows are
+    `NOT_RECORDED`.
 
     Args:
         batch: the batch of the training step.
-        found: the computed response columns, with one row for each index in `rows`.
+        found: the computed columns of prompts and responses, with one row for each index in `rows`.
         rows: indices in `batch` of the computed rows, in ascending order.
     """
     if len(rows) == len(batch):
         return batch.union(found)
     chosen = torch.zeros(len(batch), dtype=torch.bool)
     chosen[list(rows)] = True
-    tokens = chosen.repeat_interleave(batch.lengths("responses"))
-    columns = {name: torch.zeros(len(tokens), dtype=found.values(name).dtype) for name in found.keys()}  # noqa: SIM118
-    for name, values in columns.items():
-        values[tokens] = found.values(name)
-    return batch.with_values("responses", **columns).union(DataProto.from_dict({"has_old_log_probs": chosen}))
+    for name in found.keys():  # noqa: SIM118 (iterating a batch gives its rows)
+        family = "prompts" if COLUMNS[name][0] == "prompt" else "responses"
+        tokens, computed = chosen.repeat_interleave(batch.lengths(family)), found.values(name)
+        missing = NOT_RECORDED if name in ("prompt_experts", "response_experts") else 0
+        values = computed.new_full((len(tokens), *computed.shape[1:]), missing)
+        values[tokens] = computed
+        batch = batch.with_values(family, **{name: values})
+    return batch.union(DataProto.from_dict({"has_old_log_probs": chosen}))
 
 
 def entropy_controller(algorithm: AlgorithmConfig) -> FixedEntropyController:

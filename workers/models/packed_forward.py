@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from rltrain.algorithms import full_kl
 from rltrain.algorithms.ratio import as_float
 from rltrain.base import trace
-from rltrain.batch.contexts import contexts_of
+from rltrain.batch.contexts import contexts_of, experts_of
 from rltrain.batch.data_proto import COLUMNS, DataProto, positions
 from rltrain.batch.jagged import ranges
 from rltrain.batch.prefix_tree import distinct_tokens
@@ -31,6 +31,7 @@ from workers.cluster.progress import tick
 from workers.models.attention_batches import SegmentLayout, attention_in_batches
 from workers.models.fsdp import device, forward_only
 from workers.models.fused_head import PROBE, check_probe, logit_cap, logit_scale, replaced_head, token_log_probs
+from workers.models.router_replay import set_experts
 from workers.models.sequence_parallel import (
     Sequence,
     gather,
@@ -45,7 +46,7 @@ from workers.models.varlen_attention import kernel_for
 PACKED = "rltrain_packed"
 RECORDING = "rltrain_recording"  # Packed attention that records the sliding windows of the layers.
 # Names of the batch columns that `microbatch` does not pad, because all code reads these columns without padding.
-PACKED_COLUMNS = ("responses", "context_starts", "ref_hidden", "teacher_hidden")
+PACKED_COLUMNS = ("responses", "context_starts", "ref_hidden", "teacher_hidden", "response_experts")
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,13 @@ class Pack:
         predicting: (R,) position in the pack at which each of the R response tokens is predicted.
         targets: (R,) ids of the response tokens.
         ends: (B,) position in the pack of each row's last token.
+        places: (M,) position in the pack of each of the M tokens of all contexts, on the CPU. M is larger than N if
+            contexts share tokens.
         sequence: the group of ranks that split the pack's tokens (sequence parallelism), or None. With sequence
-            parallelism, `input_ids`, `position_ids`, `predicting` and `targets` hold only this rank's slice of the
-            pack.
+            parallelism, `input_ids`, `position_ids`, `predicting`, `targets` and `experts` hold only this rank's slice
+            of the pack.
+        experts: (N, E) int16 numbers of the recorded experts of each token, or None if none were recorded. A token that
+            several contexts share has the experts of the first of these contexts.
     """
 
     input_ids: Tensor
@@ -71,7 +76,9 @@ class Pack:
     predicting: Tensor
     targets: Tensor
     ends: Tensor
+    places: Tensor
     sequence: Sequence | None = None
+    experts: Tensor | None = None
 
 
 def pack(batch: DataProto, *, share: bool = True) -> Pack:
@@ -90,8 +97,10 @@ def pack(batch: DataProto, *, share: bool = True) -> Pack:
     """
     contexts = contexts_of(batch)
     ids, lengths, places = contexts.ids, contexts.lengths, torch.arange(len(contexts.ids))
+    experts = experts_of(batch) if "response_experts" in batch else None
     if share:
         tokens = distinct_tokens(ids, lengths, contexts.prompts)
+        experts = None if experts is None else experts[tokens.kept]
         ids, places, position_ids = ids[tokens.kept], tokens.places, ranges(tokens.depths, tokens.lengths)
         layout = SegmentLayout(tokens.lengths, ids.device, tokens.depths, tokens.keys)
     else:
@@ -103,6 +112,8 @@ def pack(batch: DataProto, *, share: bool = True) -> Pack:
         places[contexts.predicting],
         batch.values("responses"),
         places[contexts.ends],
+        places,
+        experts=experts,
     )
 
 
@@ -117,6 +128,8 @@ def to_device(packed: Pack, device: torch.device) -> Pack:
         packed.predicting.to(device),
         packed.targets.to(device),
         packed.ends.to(device),
+        packed.places,
+        experts=None if packed.experts is None else packed.experts.to(device),
     )
 
 
@@ -264,6 +277,7 @@ def policy_output(
         packed, here = split(whole, sequence)
         reference = None if reference is None else (reference[0][here], reference[1])
         teachers = None if teachers is None else teachers.at(here)
+    set_experts(model, packed.experts)
     scale, states = logit_scale(model), list[Tensor]()
     knobs: dict[str, Any] = {"temperature": temperature / scale, "softcap": logit_cap(model)}
 
@@ -374,8 +388,9 @@ def row_pass(
     Args:
         model: the model that `function` uses.
         function: function that is called with the rows of a micro-batch and the pack (packed forward-pass input) of
-            these rows. `function` must return columns (R, ...) with one value for each of the R response tokens in the
-            pack.
+            these rows. `function` must return columns (R, ...) with one value for each of the R response tokens, or
+            columns of prompts (P, ...) with one value for each of the P prompt tokens of the rows. `COLUMNS` decides
+            which of the two a column is.
         batch: the batch whose rows are split into micro-batches.
         microbatches: row indices of each forward pass. If a list of row indices is empty, the shortest row of the batch
             is processed, and the results are dropped.
@@ -393,6 +408,10 @@ def row_pass(
                 found = function(part, to_device(pack(part, share=share), device()))
                 columns = {name: values.cpu() for name, values in found.items()}
             kept = columns if rows else {name: values[:0] for name, values in columns.items()}
-            parts.append(batch[rows].select(["responses"]).with_values("responses", **kept))
+            of_prompts = {name for name in kept if COLUMNS.get(name, ("",))[0] == "prompt"}
+            own = batch.select(["prompts", "responses"] if of_prompts else ["responses"])[rows]
+            for family, some in (("prompts", of_prompts), ("responses", kept.keys() - of_prompts)):
+                own = own.with_values(family, **{name: kept[name] for name in some}) if some else own
+            parts.append(own)
             names.update(columns)
     return DataProto.concat(parts).select(sorted(names))

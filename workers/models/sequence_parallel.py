@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rltrain.batch.token_arrays import NOT_RECORDED
+
 if TYPE_CHECKING:
     from workers.models.packed_forward import Pack
 
@@ -71,11 +73,15 @@ def split(packed: "Pack", sequence: Sequence) -> tuple["Pack", Tensor]:
     own = replace(sequence, tokens=packed.input_ids.size(1))
     begin, length = own.rank * own.slice, own.slice
     filler = (0, own.size * length - own.tokens)
+    experts = packed.experts
+    if experts is not None:
+        experts = F.pad(experts, (0, 0, *filler), value=NOT_RECORDED)[begin : begin + length]
     here = (packed.predicting >= begin) & (packed.predicting < begin + length)
     sliced = replace(
         packed,
         input_ids=F.pad(packed.input_ids, filler)[:, begin : begin + length],
         position_ids=F.pad(packed.position_ids, filler)[:, begin : begin + length],
+        experts=experts,
         predicting=packed.predicting[here] - begin,
         targets=packed.targets[here],
         sequence=own,
@@ -134,6 +140,25 @@ def gather(values: Tensor, whole: "Pack", sequence: Sequence) -> Tensor:
     # The values arrive slice by slice. If contexts share tokens, neighbouring response tokens can be predicted in
     # different slices, so the values are put back in the order of the response tokens.
     return gathered[owners.argsort(stable=True).argsort()]
+
+
+def of_all_tokens(values: Tensor, whole: "Pack", sequence: Sequence | None) -> Tensor:
+    """Gather integer values of tokens from the slices of all ranks.
+
+    Args:
+        values: (n, ...) values of the tokens of this rank's slice of the pack, in any integer dtype.
+        whole: the pack before it was split over the ranks.
+        sequence: the group of ranks that split the pack; None if this rank has the whole pack.
+
+    Returns:
+        (N, ...) values of all N tokens of the pack, in the dtype of `values`.
+    """
+    if sequence is None:
+        return values
+    own = values.int()  # gloo cannot send int16
+    parts = [torch.empty_like(own) for _ in range(sequence.size)]
+    dist.all_gather(parts, own, group=sequence.group)
+    return torch.cat(parts)[: whole.input_ids.size(1)].to(values.dtype)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """The batch that the transformers engine decodes: unfinished answers and their key-value cache."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rltrain.batch.token_arrays import INT16, NOT_RECORDED
 from workers.models.capped_attention import capped_attention
 from workers.rollout.messages import Completion, Request
 from workers.rollout.stop_strings import StopStrings
@@ -154,6 +156,8 @@ class Batch:
         cache: Key-value cache of the columns (token positions) of `ids`. After `append` has added a column of tokens,
             the cache lacks this column until the model's next forward pass. The cache of a new batch is empty.
         padded: Whether at least one row is padded on the left.
+        experts: (B, W, E) int16 numbers of the E experts that the model's routers chose for each token, `NOT_RECORDED`
+            in columns on which the model has not run yet; None if no experts are recorded.
     """
 
     requests: list[Request]
@@ -165,6 +169,7 @@ class Batch:
     live: Tensor
     cache: Any
     padded: bool
+    experts: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -198,6 +203,26 @@ class Batch:
         self.ids = torch.cat([self.ids, tokens[:, None]], 1)
         self.log_probs = torch.cat([self.log_probs, log_probs[:, None]], 1)
         self.versions.append(version)
+        if self.experts is not None:
+            self.experts = F.pad(self.experts, (0, 0, 0, 1), value=NOT_RECORDED)
+
+    def record_experts(self, first: int, chosen: Tensor) -> None:
+        """Record the experts that the model's routers chose in a forward pass on the columns from index `first` on.
+
+        If the model runs on a column a second time, because the weights have changed, the experts of the first time
+        are kept: the next token was sampled with them.
+
+        Args:
+            first: Index of the first column of the forward pass.
+            chosen: (B * (W - first), E) int16 numbers of the experts, row by row.
+        """
+        found = chosen.view(len(self.ids), self.width - first, -1)
+        if self.experts is None:
+            assert first == 0, "the first forward pass of a batch runs on all columns"
+            self.experts = found
+        else:
+            known = self.experts[:, first:]
+            self.experts[:, first:] = torch.where(known == NOT_RECORDED, found, known)
 
     def finish(self, stops: Tensor, strings: StopStrings | None = None) -> list[Completion]:
         """Find the answers whose last token is in the last column, mark them as finished, and return them.
@@ -216,6 +241,8 @@ class Batch:
         columns = self.rows[:, 1], self.ids, self.log_probs
         begins, tokens, log_probs = (column[ended].tolist() for column in columns)
         reasons = ["stop" if stop else "length" for stop in stopped[ended].tolist()]
+        prompts = self.rows[ended, 0].tolist()
+        experts = None if self.experts is None else self.experts[ended, :-1].cpu()
         return [
             Completion(
                 self.requests[row].key,
@@ -223,6 +250,7 @@ class Batch:
                 log_probs[n][begins[n] :],
                 reasons[n],
                 self.versions[begins[n] :],
+                experts=() if experts is None else array(INT16, experts[n, prompts[n] :].flatten().numpy().tobytes()),
             )
             for n, row in enumerate(ended.tolist())
         ]
@@ -244,6 +272,8 @@ class Batch:
         self.rows, self.temperatures, self.live = self.rows[rows], self.temperatures[rows], self.live[rows]
         self.rows[:, :2] -= first
         self.versions = self.versions[first:]
+        if self.experts is not None:
+            self.experts = self.experts[rows, first:]
         self.padded = bool((self.rows[:, 0] > 0).any())
         for layer in self.cache.layers:
             layer.batch_select_indices(rows, first)
@@ -261,6 +291,8 @@ class Batch:
         self.rows = torch.cat(rows)
         self.requests = self.requests + other.requests
         self.ids, self.log_probs = _stacked(self.ids, other.ids), _stacked(self.log_probs, other.log_probs)
+        if self.experts is not None and other.experts is not None:
+            self.experts = _stacked(self.experts, other.experts)
         self.versions = [0] * (width - self.width) + self.versions
         self.temperatures = torch.cat([self.temperatures, other.temperatures])
         self.live = torch.cat([self.live, other.live])

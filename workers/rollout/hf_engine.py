@@ -26,6 +26,7 @@ from rltrain.base.errors import ConfigError
 from rltrain.data.model_weights import load_whole
 from rltrain.settings.schema import Config, RolloutConfig
 from workers.cluster.progress import tick
+from workers.models.router_replay import ExpertRecorder
 from workers.rollout.decoding import GROUPED, Batch, different_prompts, new_batch, new_cache
 from workers.rollout.messages import Completion, Request
 from workers.rollout.stop_strings import stop_strings
@@ -56,18 +57,28 @@ class HFEngine:
         dtype: Data type of the weights, "float32" or "bfloat16".
         stop_ids: Ids of the model's end tokens.
         deterministic: Whether each batch consists of one prompt group, so that answers are bitwise reproducible.
+        record_experts: Whether each answer lists the experts that the model's routers chose.
 
     Raises:
-        ConfigError: The attention implementation of the model cannot be replaced.
+        ConfigError: The attention implementation of the model cannot be replaced, or `record_experts` is True and the
+            model has no router of a known kind.
     """
 
     def __init__(
-        self, config: RolloutConfig, path: str, dtype: str, stop_ids: Sequence[int], *, deterministic: bool = False
+        self,
+        config: RolloutConfig,
+        path: str,
+        dtype: str,
+        stop_ids: Sequence[int],
+        *,
+        deterministic: bool = False,
+        record_experts: bool = False,
     ) -> None:
         self.config, self.dtype, self.stop_ids, self.deterministic = config, dtype, set(stop_ids), deterministic
         self.path, self.device = path, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = _load(path, getattr(torch, dtype)).eval()
         cast(nn.Module, self.model).to(self.device)
+        self.recorder = ExpertRecorder(self.model, f"model.path={path}") if record_experts else None
         self.version = 0
         self.stops = torch.tensor(sorted(self.stop_ids), device=self.device)
         self.strings, self.filters = stop_strings(config.stop, path), distribution_filters(config)
@@ -150,6 +161,7 @@ class HFEngine:
         logits = self._forward(computed, 0)
         batch.cache = computed.cache
         batch.cache.batch_select_indices(index.to(self.device))
+        batch.experts = None if computed.experts is None else computed.experts[index]
         return batch, logits[index]
 
     def _again(self, batch: Batch) -> Tensor:
@@ -170,6 +182,8 @@ class HFEngine:
             use_cache=True,
             logits_to_keep=1,
         )
+        if self.recorder is not None:
+            batch.record_experts(first, self.recorder.take())
         logits: Tensor = output.logits[:, -1]
         return logits
 
@@ -283,7 +297,14 @@ def layer_outputs(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def make(config: Config, path: str, stop_ids: Sequence[int]) -> HFEngine:
     """Return the transformers engine for a config."""
-    return HFEngine(config.rollout, path, config.model.dtype, stop_ids, deterministic=config.trainer.deterministic)
+    return HFEngine(
+        config.rollout,
+        path,
+        config.model.dtype,
+        stop_ids,
+        deterministic=config.trainer.deterministic,
+        record_experts=config.actor.router_replay == "engine",
+    )
 
 
 def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:

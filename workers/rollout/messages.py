@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rltrain.batch.token_arrays import float_array, int_array
+from rltrain.batch.token_arrays import float_array, int_array, short_array
 from rltrain.batch.trajectory import Trajectory
 
 
@@ -55,6 +55,11 @@ class Completion:
         finish_reason: "stop", "length" or "abort", as reported by the engine.
         versions: For each token, the version of the weights that sampled the token.
         text: Text of the answer up to the first stop string, without special tokens.
+        experts: Numbers of the experts that the routers of a mixture-of-experts model chose, or empty if the engine
+            does not record them. For each token of the prompt and of the answer except the last one, there are k
+            numbers for each of the model's L layers: L * k numbers for a token, layer by layer. The numbers of dense
+            layers have no meaning. No expert was chosen for the last token, because the engine does not run the model
+            on it.
     """
 
     key: tuple[int, ...]
@@ -63,6 +68,7 @@ class Completion:
     finish_reason: str
     versions: Sequence[int]
     text: str = ""
+    experts: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.log_probs) == len(self.versions):
@@ -73,6 +79,7 @@ class Completion:
         object.__setattr__(self, "token_ids", int_array(self.token_ids))
         object.__setattr__(self, "log_probs", float_array(self.log_probs))
         object.__setattr__(self, "versions", int_array(self.versions))
+        object.__setattr__(self, "experts", short_array(self.experts))
 
 
 Answer = Completion | Trajectory  # Result of a request: a single answer, or a trajectory in an environment.

@@ -18,6 +18,7 @@ from concurrent.futures import Future as ConcurrentFuture
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
+import numpy as np
 import psutil
 import torch
 from vllm import CompletionOutput, SamplingParams
@@ -31,7 +32,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rltrain.base.errors import ConfigError, SyncError, WorkerLost, one_line
-from rltrain.batch.token_arrays import float_array, int_array
+from rltrain.batch.token_arrays import INT16, float_array, int_array
 from rltrain.data.model_weights import check_weights
 from rltrain.settings.schema import Config, RolloutConfig
 from workers.cluster import leftovers
@@ -55,7 +56,9 @@ TO_HOST, DROPPED = 1, 2  # vLLM's sleep level 1 moves the weights to the host's 
 CPU_BLOCK = 32  # Tokens per KV block on a CPU. vLLM's default of 128 gives short prompts no prefix-cache hits.
 
 
-def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bool = False) -> dict[str, Any]:
+def engine_arguments(
+    config: RolloutConfig, path: str, dtype: str, *, sleeps: bool = False, record_experts: bool = False
+) -> dict[str, Any]:
     """Return the arguments with which vLLM's engine is created for a config.
 
     The model's own sampling defaults are ignored. vLLM is set to return log-probs of the distribution from which it
@@ -66,6 +69,7 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
         path: Model directory.
         dtype: Data type of the weights, "float32" or "bfloat16".
         sleeps: Whether the engine must be able to release its memory on a GPU.
+        record_experts: Whether vLLM returns the experts that the model's routers chose for each token.
     """
     assert config.vllm is not None, "the vLLM engine needs the settings `rollout.vllm`"
     arguments: dict[str, Any] = {
@@ -85,6 +89,8 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
         "worker_extension_cls": "workers.rollout.vllm_worker.WorkerExtension",
         "disable_log_stats": True,
     }
+    if record_experts:
+        arguments["enable_return_routed_experts"] = True
     if torch.cuda.is_available():
         arguments |= {
             "gpu_memory_utilization": config.vllm.gpu_memory_utilization,
@@ -124,11 +130,29 @@ def sampling_params(request: Request, stop_ids: Sequence[int], config: RolloutCo
     )
 
 
-def completion_of(output: RequestOutput, key: tuple[int, ...]) -> Completion:
-    """Convert a finished vLLM output to a `Completion`. Tokens sampled before the first weight sync have version 0."""
+def completion_of(output: RequestOutput, key: tuple[int, ...], *, record_experts: bool = False) -> Completion:
+    """Convert a finished vLLM output to a `Completion`. Tokens sampled before the first weight sync have version 0.
+
+    Raises:
+        ConfigError: `record_experts` is True, but vLLM did not return the experts of each token.
+    """
     answer = output.outputs[0]
-    versions = _versions(answer, len(answer.token_ids))
-    return Completion(key, answer.token_ids, _log_probs(answer), answer.finish_reason or "abort", versions)
+    versions, reason = _versions(answer, len(answer.token_ids)), answer.finish_reason or "abort"
+    experts = _experts(output) if record_experts and reason != "abort" else ()
+    return Completion(key, answer.token_ids, _log_probs(answer), reason, versions, experts=experts)
+
+
+def _experts(output: RequestOutput) -> "array[int]":
+    """Return the experts that a model's routers chose, in the form of `Completion.experts`."""
+    answer = output.outputs[0]
+    found = () if answer.routed_experts is None else answer.routed_experts
+    tokens = len(output.prompt_token_ids or ()) + len(answer.token_ids) - 1
+    if len(found) != tokens:
+        raise ConfigError(
+            f"actor.router_replay=engine: vLLM returned experts for {len(found)} tokens, but the prompt and the answer "
+            f"without its last token have {tokens}; use actor.router_replay=actor or null"
+        )
+    return array(INT16, np.ascontiguousarray(found, dtype=np.int16).tobytes())
 
 
 def _log_probs(answer: CompletionOutput) -> "array[float]":
@@ -209,15 +233,24 @@ class InProcessVLLM:
         stop_ids: Ids of the model's end tokens.
         sleep_level: Result of the function `sleep_level`, which says what the engine releases on a GPU when it sleeps.
             If `sleep_level` is 0, the engine never sleeps.
+        record_experts: Whether each answer lists the experts that the model's routers chose; only on GPUs.
     """
 
     def __init__(
-        self, config: RolloutConfig, path: str, dtype: str, stop_ids: Sequence[int], *, sleep_level: int = 0
+        self,
+        config: RolloutConfig,
+        path: str,
+        dtype: str,
+        stop_ids: Sequence[int],
+        *,
+        sleep_level: int = 0,
+        record_experts: bool = False,
     ) -> None:
         gc.collect()
         gc.freeze()
-        arguments = engine_arguments(config, path, dtype, sleeps=sleep_level > 0)
+        arguments = engine_arguments(config, path, dtype, sleeps=sleep_level > 0, record_experts=record_experts)
         arguments["distributed_executor_backend"] = "uni"
+        self.record_experts = record_experts
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
         self.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
@@ -249,7 +282,11 @@ class InProcessVLLM:
         tick()
         if self.strings is not None:
             return self._searched(outputs)
-        return [completion_of(output, self.keys.pop(output.request_id)) for output in outputs if output.finished]
+        return [
+            completion_of(output, self.keys.pop(output.request_id), record_experts=self.record_experts)
+            for output in outputs
+            if output.finished
+        ]
 
     def _searched(self, outputs: Sequence[RequestOutput]) -> list[Completion]:
         """Add the new tokens of vLLM's outputs to the unfinished answers, and return the answers that are now finished.
@@ -382,10 +419,17 @@ class AsyncVLLM:
     """
 
     def __init__(
-        self, config: RolloutConfig, path: str, dtype: str, stop_ids: Sequence[int], *, sleep_level: int = 0
+        self,
+        config: RolloutConfig,
+        path: str,
+        dtype: str,
+        stop_ids: Sequence[int],
+        *,
+        sleep_level: int = 0,
+        record_experts: bool = False,
     ) -> None:
         self.config, self.stop_ids, self.strings = config, list(stop_ids), stop_strings(config.stop, path)
-        self.loads = 0
+        self.loads, self.record_experts = 0, record_experts
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
         self.keys: dict[str, tuple[int, ...]] = {}  # Maps vLLM's unique request ids to the keys of the requests.
         self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
@@ -394,7 +438,7 @@ class AsyncVLLM:
         self.pulse: ConcurrentFuture[Any] | None = None
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-events", daemon=True).start()
-        arguments = engine_arguments(config, path, dtype, sleeps=sleep_level > 0)
+        arguments = engine_arguments(config, path, dtype, sleeps=sleep_level > 0, record_experts=record_experts)
         if config.shards > 1:
             # By default, vLLM starts its processes through Ray if this process uses a bundle of a placement group.
             arguments["distributed_executor_backend"] = "mp"
@@ -457,7 +501,7 @@ class AsyncVLLM:
     def _completion(self, output: RequestOutput, key: tuple[int, ...], growing: Growing | None) -> Completion:
         """Return the finished answer to a request, given vLLM's last output for the request."""
         if growing is None:
-            return completion_of(output, key)
+            return completion_of(output, key, record_experts=self.record_experts)
         growing.versions = _versions(output.outputs[0], len(growing.ids))
         return growing.completion(output.outputs[0])
 
@@ -589,8 +633,15 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
 
     Raises:
         ConfigError: The model's weights are incomplete, or vLLM does not start with the model's weights. `make` checks
-            that the weights are complete, because vLLM does not report a missing layer.
+            that the weights are complete, because vLLM does not report a missing layer. ConfigError is also raised if
+            `actor.router_replay` is "engine" and this process has no GPU.
     """
+    record = config.actor.router_replay == "engine"
+    if record and not torch.cuda.is_available():
+        raise ConfigError(
+            "actor.router_replay=engine with rollout=vllm: vLLM records the experts of tokens only on GPUs; use "
+            "rollout=hf, or actor.router_replay=null"
+        )
     check_weights(path, f"model.path={path}")
     assert config.rollout.vllm is not None, "the vLLM engine needs the settings `rollout.vllm`"
     process = config.rollout.vllm.process
@@ -599,7 +650,8 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
         process = "inprocess" if alone else "async"
     kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
     try:
-        return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=sleep_level(config))
+        level = sleep_level(config)
+        return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=level, record_experts=record)
     except (KeyError, ValueError) as error:  # vLLM raises KeyError or ValueError for unknown tensor names.
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(

@@ -25,6 +25,7 @@ from rltrain.algorithms import (
 from rltrain.algorithms.ratio import safe_log_ratio
 from rltrain.base import trace
 from rltrain.base.errors import ConfigError, LogProbError
+from rltrain.batch.contexts import experts_by_row
 from rltrain.batch.data_proto import DataProto
 from rltrain.settings.algorithm_config import AlgorithmConfig, KLLossConfig
 from rltrain.settings.schema import Config
@@ -33,7 +34,9 @@ from workers.models.fsdp import Optimizer, device, full, shard, weights_device
 from workers.models.fused_head import logit_cap, logit_scale
 from workers.models.lora import adapt, first_adapter_values
 from workers.models.packed_forward import Pack, TeacherStates, microbatch, policy_output, row_pass, unpack
+from workers.models.router_replay import ExpertRecorder, replay_routers
 from workers.models.row_isolation import load_policy
+from workers.models.sequence_parallel import of_all_tokens, sequence_group_of
 from workers.models.weight_shards import local_shard, weight_groups, whole_of
 from workers.sync.buckets import Bucket
 from workers.sync.process_group import Chain
@@ -95,9 +98,16 @@ class ActorWorker:
         self.state = RankState("actor", self.model, self.optimizer, base=self.path)
 
     def _arrange(self, model: PreTrainedModel) -> None:
-        """Add adapters if the config requests adapters, and shard the model, before the model's weights are loaded."""
+        """Change the model as the config requests, and shard it, before the model's weights are loaded.
+
+        The model gets adapters, and routers that can replay recorded experts.
+        """
         if self.config.model.lora:
             adapt(model, self.config.model.lora)
+        replay, where = self.config.actor.router_replay, f"model.path={self.path}"
+        if replay is not None:
+            replay_routers(model, where)
+        self.recorder = ExpertRecorder(model, where) if replay == "actor" else None
         shard(model, self.config)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
@@ -109,7 +119,8 @@ class ActorWorker:
         Returns:
             A batch with the columns `old_log_probs` and `entropies`. The batch also has the column `full_kl` if the
             exact KL to the reference model is subtracted from the reward. Entropies are always computed, because the
-            report of the run shows them and they cost little besides the log-probs.
+            report of the run shows them and they cost little besides the log-probs. If `actor.router_replay` is
+            "actor", the batch also has the columns `prompt_experts` and `response_experts`.
         """
         in_reward, temperature = self.config.algorithm.kl_in_reward.full, self.config.rollout.temperature
 
@@ -122,6 +133,10 @@ class ActorWorker:
                 reference=self._reference(part) if in_reward else None,
             )
             found = {"old_log_probs": output.log_probs, "entropies": output.entropies, "full_kl": output.full_kl}
+            if self.recorder is not None:
+                chosen = of_all_tokens(self.recorder.take(), packed, sequence_group_of(self.model))
+                rows = experts_by_row(part, chosen.cpu()[packed.places])
+                found["prompt_experts"], found["response_experts"] = rows
             return {name: values for name, values in found.items() if values is not None}
 
         return row_pass(self.model, columns, batch, microbatches, share=self.config.actor.share_prefixes)

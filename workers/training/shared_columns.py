@@ -17,12 +17,14 @@ from workers.training.kept_columns import KeptPlaces
 FORWARD = ("prompts", "responses", "context_starts")
 # Names of the columns that an update reads from a batch of supervised answers.
 SUPERVISED = (*FORWARD, "response_mask")
+# Names of the columns with the recorded experts that the actor replays (`actor.router_replay`).
+EXPERTS = ("prompt_experts", "response_experts")
 CRITIC_UPDATE = (*FORWARD, "response_mask", "values", "returns")
 
 
 def log_probs_columns(algorithm: AlgorithmConfig) -> list[str]:
     """Return the names of the columns that the actor reads to compute log-probs before the update."""
-    return [*FORWARD, *["ref_hidden"] * algorithm.kl_in_reward.full]
+    return [*FORWARD, *EXPERTS, *["ref_hidden"] * algorithm.kl_in_reward.full]
 
 
 def update_columns(algorithm: AlgorithmConfig) -> list[str]:
@@ -32,7 +34,15 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
     column that it reads, with the same name as the column. The columns that only the loss's token selector reads are
     left out, because the driver selects the tokens.
     """
-    columns = [*FORWARD, "response_mask", "advantages", "rollout_log_probs", "old_log_probs", "has_old_log_probs"]
+    columns = [
+        *FORWARD,
+        *EXPERTS,
+        "response_mask",
+        "advantages",
+        "rollout_log_probs",
+        "old_log_probs",
+        "has_old_log_probs",
+    ]
     columns += columns_of(loss_functions(algorithm.loss_mode)[0])
     if algorithm.kl_loss.kl_loss_coef > 0:
         columns.append("ref_hidden" if algorithm.kl_loss.full else "ref_log_probs")

@@ -79,3 +79,27 @@ def test_answers_of_groups_are_sorted_and_carry_their_prompts():
     assert batch.non_tensor_batch["prompt_text"].tolist() == ["prompt 0", "prompt 1"]
     assert batch.non_tensor_batch["response_text"].tolist() == ["0/0", "1/0"]
     assert torch.equal(batch.values("prompts"), jagged([[1], [2]], torch.int64).values())
+
+
+def test_B4_experts_are_those_of_the_engine_and_unknown_where_it_chose_none():
+    """Three tokens are in the prompt and the answer of the first row, each with two experts."""
+    known = trajectory_of([1, 2], Completion((0, 0), [5, 6], [-1.0, -1.0], "stop", [0, 0], "", [1, 2, 3, 4, 5, 6]))
+    short = trajectory_of([1], Completion((1, 1), [7], [-1.0], "stop", [0], "", [8, 9]))
+    failed = Trajectory(2, 2, (Turn([1, 2, 3], [], [], [], "abort"),))
+    batch = batch_of([known, short, failed], experts=True)
+    assert batch.values("prompt_experts").tolist() == [[1, 2], [3, 4], [8, 9], [-1, -1], [-1, -1], [-1, -1]]
+    assert batch.values("response_experts").tolist() == [[5, 6], [-1, -1], [-1, -1]]
+    assert batch[[2, 0]].values("prompt_experts").tolist() == [[-1, -1]] * 3 + [[1, 2], [3, 4]]
+    assert "prompt_experts" not in batch_of([known, short, failed])
+
+
+def test_A2_all_rows_of_a_group_have_the_prompt_experts_of_its_first_row_that_has_some():
+    """Packs contain a group's prompt once, so its experts must not depend on which rows are in the pack."""
+    completions = [
+        Completion((uid, sample), [5], [-1.0], "stop", [0], "", experts)
+        for uid, sample, experts in ((0, 0, ()), (0, 1, [1, 2, 3, 4]), (0, 2, [5, 6, 7, 8]), (1, 0, [5, 6, 7, 8]))
+    ]
+    batch = batch_of([trajectory_of([1, 2], completion) for completion in completions], experts=True)
+    first, second, third, other = batch.values("prompt_experts").view(4, 4).tolist()
+    assert first == second == third == [1, 2, 3, 4]
+    assert other == [5, 6, 7, 8]

@@ -11,6 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rltrain.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, TOKEN_SELECTORS, aggregate_loss, columns_of
 from rltrain.algorithms.aggregation import LOSS_AGG_MODES
+from rltrain.batch.contexts import experts_by_row, experts_of
+from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.batch.trajectory import Trajectory, Turn
 from rltrain.settings.compose import compose
 from rltrain.trajectories.batch_building import batch_of
@@ -155,3 +157,15 @@ def test_a_teacher_that_cannot_see_several_contexts_leaves_their_rows_out():
     assert several_contexts(continued) == ["", "", ""]
     assert [bool(why) for why in several_contexts(repeated)] == [True, True, False]
     assert several_contexts(repeated.select(["responses"])) == ["", "", ""]
+
+
+def test_experts_of_contexts_and_of_rows_are_the_inverse_of_each_other():
+    """The rows have 2 + 3, 1 + 1 and 3 + 0 tokens. A model runs on all tokens but the last one of a response."""
+    prompts, responses = [[1, 2], [3], [4, 5, 6]], [[7, 8, 9], [10], []]
+    batch = DataProto.from_dict({"prompts": jagged(prompts, torch.int64), "responses": jagged(responses, torch.int64)})
+    experts = torch.arange(2 * 8, dtype=torch.int16).view(8, 2)
+    of_prompts, of_responses = experts_by_row(batch, experts)
+    assert of_prompts.tolist() == [[0, 1], [2, 3], [8, 9], [10, 11], [12, 13], [14, 15]]
+    assert of_responses.tolist() == [[4, 5], [6, 7], [-1, -1], [-1, -1]]
+    batch = batch.with_values("prompts", prompt_experts=of_prompts)
+    assert experts_of(batch.with_values("responses", response_experts=of_responses)).equal(experts)

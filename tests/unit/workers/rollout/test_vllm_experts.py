@@ -1,0 +1,61 @@
+"""Tests of the experts that vLLM returns: the form of an answer's experts, and refusals. vLLM itself does not run."""
+
+import numpy as np
+import pytest
+import torch
+
+from rltrain.base.errors import ConfigError
+from rltrain.settings.compose import compose
+
+vllm_engine = pytest.importorskip("workers.rollout.vllm_engine", reason="needs vLLM", exc_type=ImportError)
+
+
+class LogProb:
+    logprob = -0.5
+
+
+def output(experts):
+    """Return vLLM's output for a prompt of two tokens and an answer of three."""
+    answer = vllm_engine.CompletionOutput(
+        index=0, text="", token_ids=[5, 6, 7], cumulative_logprob=None, logprobs=[{n: LogProb()} for n in (5, 6, 7)],
+        routed_experts=experts, finish_reason="stop",
+    )  # fmt: skip
+    return vllm_engine.RequestOutput("0-0", None, [1, 2], None, [answer], finished=True)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_experts_are_listed_token_by_token_and_layer_by_layer(dtype):
+    experts = np.arange(4 * 3 * 2, dtype=dtype).reshape(4, 3, 2)
+    completion = vllm_engine.completion_of(output(experts), (0, 0), record_experts=True)
+    assert list(completion.experts) == list(range(24))
+    assert list(completion.token_ids) == [5, 6, 7]
+
+
+def test_experts_that_are_a_view_of_a_larger_array_are_read_right():
+    experts = np.arange(4 * 3 * 4, dtype=np.uint8).reshape(4, 3, 4)[:, :, :2]
+    completion = vllm_engine.completion_of(output(experts), (0, 0), record_experts=True)
+    assert list(completion.experts) == experts.flatten().tolist()
+
+
+def test_an_answer_lists_experts_only_if_they_are_recorded():
+    assert list(vllm_engine.completion_of(output(np.zeros((4, 3, 2), dtype=np.uint8)), (0, 0)).experts) == []
+
+
+@pytest.mark.parametrize(
+    ("experts", "tokens"), [(None, 0), (np.zeros((3, 3, 2), dtype=np.uint8), 3), (np.zeros((5, 3, 2)), 5)]
+)
+def test_missing_experts_and_those_of_another_number_of_tokens_are_refused(experts, tokens):
+    with pytest.raises(ConfigError, match=f"experts for {tokens} tokens, but .* last token have 4; use actor.router"):
+        vllm_engine.completion_of(output(experts), (0, 0), record_experts=True)
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_vllm_is_asked_for_experts_only_with_replay(record):
+    arguments = vllm_engine.engine_arguments(compose([])[0].rollout, "model", "float32", record_experts=record)
+    assert arguments.get("enable_return_routed_experts", False) is record
+
+
+def test_a_run_without_gpu_is_refused(start, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="vLLM records the experts of tokens only on GPUs; use rollout=hf, or actor"):
+        vllm_engine.make(compose(["actor.router_replay=engine"])[0], start, [2])
