@@ -104,14 +104,26 @@ def keys(kind: type, prefix: str = "") -> list[str]:
     return found
 
 
+def _choice(hint: Any, value: Any, key: str, *, optional: bool = False) -> Any:
+    """Return a value that must be one of the choices of the `Literal` type `hint`. `optional`: null is a choice too."""
+    choices = get_args(hint)
+    names = ", ".join([*map(str, choices), *["null"] * optional])
+    require(value in choices, f"{key}={value}: unknown choice; use one of {names}")
+    return value
+
+
 def _value(hint: Any, value: Any, key: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        absent = value is None and type(None) in args
-        return None if absent else _value(next(arg for arg in args if arg is not type(None)), value, key)
+        optional = type(None) in args
+        if value is None and optional:
+            return None
+        inner = next(arg for arg in args if arg is not type(None))
+        return (
+            _choice(inner, value, key, optional=optional) if get_origin(inner) is Literal else _value(inner, value, key)
+        )
     if origin is Literal:
-        require(value in args, f"{key}={value}: unknown choice; use one of {', '.join(map(str, args))}")
-        return value
+        return _choice(hint, value, key)
     if origin is list:
         require(isinstance(value, list), _wrong_type(key, value, "a list"))
         return [_value(args[0], item, f"{key}[{i}]") for i, item in enumerate(value)]

@@ -25,7 +25,7 @@ from rltrain.data.model_weights import skeleton
 from workers.models.fsdp import decoder_layers
 
 _NAMES = "TopKRouter"  # In transformers, the names of the routers' classes end with these letters.
-_KNOWN = "Qwen3-MoE, Mixtral, OLMoE and gpt-oss"
+_KNOWN = "Qwen3-MoE, Mixtral, OLMoE or gpt-oss"
 
 
 def routers_of(model: nn.Module, where: str) -> dict[int, nn.Module]:

@@ -117,7 +117,10 @@ def algorithm(*overrides):
             "correction.normalize=all",
         ),
         (["correction.normalize=some"], "algorithm.correction.normalize=some: unknown choice; use one of all, kept"),
-        (["correction.level=row"], "algorithm.correction.level=row: unknown choice; use one of token, sequence, geo"),
+        (
+            ["correction.level=row"],
+            "algorithm.correction.level=row: unknown choice; use one of token, sequence, geometric, null",
+        ),
         (
             ["rejection.kl_estimator=k1"],
             "algorithm.rejection.kl_estimator=k1 without lower and upper: nothing would be rejected; set upper",
