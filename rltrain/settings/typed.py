@@ -105,7 +105,10 @@ def keys(kind: type, prefix: str = "") -> list[str]:
 
 
 def _choice(hint: Any, value: Any, key: str, *, optional: bool = False) -> Any:
-    """Return a value that must be one of the choices of the `Literal` type `hint`. `optional`: null is a choice too."""
+    """Return `value`, which must be one of the choices of the `Literal` type `hint`.
+
+    If `optional` is True, the error of another value also names null as a choice.
+    """
     choices = get_args(hint)
     names = ", ".join([*map(str, choices), *["null"] * optional])
     require(value in choices, f"{key}={value}: unknown choice; use one of {names}")
@@ -119,9 +122,9 @@ def _value(hint: Any, value: Any, key: str) -> Any:
         if value is None and optional:
             return None
         inner = next(arg for arg in args if arg is not type(None))
-        return (
-            _choice(inner, value, key, optional=optional) if get_origin(inner) is Literal else _value(inner, value, key)
-        )
+        if get_origin(inner) is Literal:
+            return _choice(inner, value, key, optional=optional)
+        return _value(inner, value, key)
     if origin is Literal:
         return _choice(hint, value, key)
     if origin is list:
