@@ -187,7 +187,7 @@ def test_what_was_aborted_never_answers_for_a_request_of_the_same_key(made, monk
             time.sleep(0.01)
         engine.loop.call_soon_threadsafe(queues[name].put_nowait, ids)
 
-    def completion(output, key):
+    def completion(output, key, **options):
         return Completion(key, output.ids, [-1.0], "stop", [0])
 
     engine.engine.generate, engine.engine.abort, engine.engine.is_sleeping = generate, nothing, nothing
