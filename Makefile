@@ -123,7 +123,7 @@ fuzz: setup  ## Test COUNT random good and bad command lines, environments, data
 
 # Cosmic Ray changes a copy of the code, never the checkout. It has its own virtual environment; the tests run in .venv.
 MUTANTS := build/mutants
-CORES = $(shell seq $$(nproc))
+CORES = $(shell seq $$(getconf _NPROCESSORS_ONLN))
 mutants: setup  ## Change rltrain/algorithms at random, COUNT times, on all cores, and count the changes that no test notices
 	@rm -rf $(MUTANTS)/copy* $(MUTANTS)/original $(MUTANTS)/*.sqlite && mkdir -p $(MUTANTS) && cp -r rltrain/algorithms $(MUTANTS)/original
 	@test -x $(MUTANTS)/venv/bin/cosmic-ray || { $(PYTHON) -m venv $(MUTANTS)/venv && \
