@@ -13,6 +13,9 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.batch.jagged import offsets_of, positions, ranges
 from rltrain.batch.token_arrays import NOT_RECORDED
 
+# Names of the columns with the recorded experts of prompt tokens and of response tokens.
+EXPERTS = ("prompt_experts", "response_experts")
+
 
 @dataclass(frozen=True)
 class Contexts:

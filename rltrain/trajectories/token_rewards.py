@@ -32,6 +32,7 @@ from rltrain.algorithms import (
 )
 from rltrain.algorithms.ratio import safe_log_ratio
 from rltrain.base.errors import EstimatorError, NumericsError, described
+from rltrain.batch.contexts import EXPERTS
 from rltrain.batch.data_proto import COLUMNS, DataProto, offsets_of, positions
 from rltrain.batch.sampled_tokens import sampled_lengths, sampled_tokens
 from rltrain.batch.token_arrays import NOT_RECORDED
@@ -138,7 +139,7 @@ def with_columns_of_rows(batch: DataProto, found: DataProto, rows: Sequence[int]
     for name in found.keys():  # noqa: SIM118 (iterating a batch gives its rows)
         family = "prompts" if COLUMNS[name][0] == "prompt" else "responses"
         tokens, computed = chosen.repeat_interleave(batch.lengths(family)), found.values(name)
-        missing = NOT_RECORDED if name in ("prompt_experts", "response_experts") else 0
+        missing = NOT_RECORDED if name in EXPERTS else 0
         values = computed.new_full((len(tokens), *computed.shape[1:]), missing)
         values[tokens] = computed
         batch = batch.with_values(family, **{name: values})

@@ -1,4 +1,4 @@
-"""Records the experts that the routers of a mixture-of-experts model choose, and replays recorded choices.
+"""Code that records which experts a mixture-of-experts model chooses, and that makes a model use recorded experts.
 
 For each token and each sparse layer, a router scores all experts and chooses the k experts with the highest scores. The
 engine and the trainer round differently, so two almost equal scores can be ordered differently in the two. The trainer
@@ -29,7 +29,7 @@ _KNOWN = "Qwen3-MoE, Mixtral, OLMoE or gpt-oss"
 
 
 def routers_of(model: nn.Module, where: str) -> dict[int, nn.Module]:
-    """Return a dictionary that maps the number of each sparse decoder layer of a model to the layer's router.
+    """Return the routers of a model, in a dict whose keys are the indices of the routers' decoder layers.
 
     Args:
         model: the model.
@@ -133,17 +133,17 @@ def set_experts(model: nn.Module, experts: Tensor | None) -> None:
         ConfigError: the number of experts of a token is not a multiple of the model's number of layers.
     """
     routers: dict[int, nn.Module] = vars(model).get("replayed_routers", {})
+    if not routers:
+        return
+    layers = vars(model)["replayed_layers"]
+    if experts is not None and experts.size(1) % layers:
+        raise ConfigError(
+            f"actor.router_replay: each token has {experts.size(1)} recorded experts, which is not a multiple of "
+            f"the model's {layers} layers; use actor.router_replay=null"
+        )
+    by_layer = None if experts is None else experts.unflatten(1, (layers, -1)).long()
     for number, router in routers.items():
-        if experts is None:
-            vars(router)["chosen_experts"] = None
-            continue
-        layers = vars(model)["replayed_layers"]
-        if experts.size(1) % layers:
-            raise ConfigError(
-                f"actor.router_replay: each token has {experts.size(1)} recorded experts, which is not a multiple of "
-                f"the model's {layers} layers; use actor.router_replay=null"
-            )
-        vars(router)["chosen_experts"] = experts.unflatten(1, (layers, -1))[:, number].long()
+        vars(router)["chosen_experts"] = None if by_layer is None else by_layer[:, number]
 
 
 def _replayed(router: nn.Module, forward: Any, where: str, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ class _Choice(TorchFunctionMode):
         self.shapes: list[torch.Size] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of PyTorch, and replace the result of `torch.topk`."""
+        """Call a PyTorch function. If the function is `torch.topk`, return the given experts instead of its result."""
         result = function(*args, **(kwargs or {}))
         if function not in (torch.topk, Tensor.topk):
             return result

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rltrain.algorithms import columns_of, loss_functions
+from rltrain.batch.contexts import EXPERTS
 from rltrain.batch.data_proto import DataProto
 from rltrain.batch.shared_starts import SharedStarts, shared_starts
 from rltrain.settings.algorithm_config import AlgorithmConfig
@@ -17,8 +18,6 @@ from workers.training.kept_columns import KeptPlaces
 FORWARD = ("prompts", "responses", "context_starts")
 # Names of the columns that an update reads from a batch of supervised answers.
 SUPERVISED = (*FORWARD, "response_mask")
-# Names of the columns with the recorded experts that the actor replays (`actor.router_replay`).
-EXPERTS = ("prompt_experts", "response_experts")
 CRITIC_UPDATE = (*FORWARD, "response_mask", "values", "returns")
 
 
