@@ -1,7 +1,7 @@
-"""Shared fixtures: tiny models, batches, and a local Ray for the tests that need Ray. Also a time budget for slow CI.
+"""Shared fixtures of all tests, such as tiny models and a local Ray, and a time limit for whole test sessions.
 
-If the environment variable RLTRAIN_TEST_BUDGET_S is set, a session of pytest starts no test after this number of
-seconds. The summary names the tests that were left out.
+If the environment variable RLTRAIN_TEST_BUDGET_S is set, pytest starts no test after this number of seconds. At the
+end, pytest names the tests that it did not run.
 """
 
 import os

@@ -316,10 +316,11 @@ class ActorConfig(OptimizerConfig):
         changeable=True,
     )
     router_replay: Literal["engine", "actor"] | None = key(
-        "Which experts of a mixture-of-experts model compute each token in the actor's update. engine: those that the "
-        "engine chose when it sampled the token (R3, arXiv:2510.11370); needs answers of one turn, and GPUs with "
-        "rollout=vllm. actor: those that the actor chose before the step's first update (R2, arXiv:2512.01374). null: "
-        "those that the actor chooses in the update itself.",
+        "Source of the experts with which a mixture-of-experts model computes each token in the actor's update. "
+        "engine: the update uses the experts that the engine chose when it sampled the token (R3, arXiv:2510.11370), "
+        "which needs answers of one turn, and GPUs with rollout=vllm. actor: the update uses the experts that the "
+        "actor chose before the first update of the step (R2, arXiv:2512.01374). null: the actor chooses experts in "
+        "the update itself.",
         values="`engine`, `actor` or `null`",
     )
 

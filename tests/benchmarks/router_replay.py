@@ -1,4 +1,4 @@
-"""Compares the log-probs of a mixture-of-experts engine with the trainer's, with and without `actor.router_replay`.
+"""Measures how much `actor.router_replay` reduces the gap between the engine's and the trainer's log-probs.
 
 Engine and trainer have the same weights. The engine computes in bfloat16 and the trainer in float32, so the two round
 differently, as different kernels do. Without replay, the trainer's routers choose their own experts.
@@ -25,11 +25,11 @@ from workers.rollout.messages import Completion, Request
 
 COMMAND = "make bench ARGS=router_replay"
 PROMPTS, SAMPLES, LENGTH, LAYERS, EXPERTS, CHOSEN = 16, 8, 64, 6, 32, 4
-FAR = 0.1  # Gap in nats above which a token counts as far apart.
+FAR = 0.1  # Engine and trainer count as far apart on a token if their log-probs differ by more nats than FAR.
 
 
 def save_mixture(folder: str, seed: int) -> None:
-    """Save a random Qwen3-MoE model with the built-in task's tokenizer."""
+    """Save a Qwen3-MoE model with random weights, and the tokenizer of the built-in task, in a folder."""
     torch.manual_seed(seed)
     tokenizer = char_tokenizer()
     config = Qwen3MoeConfig(
@@ -67,13 +67,13 @@ def gaps(model: PreTrainedModel, batch: DataProto) -> Tensor:
 
 
 def described(found: Tensor) -> str:
-    """Return the mean, the highest gap and the share of tokens that are far apart, as text."""
+    """Return a text with the mean gap, the largest gap, and the share of tokens whose gap is above FAR."""
     far = float((found > FAR).float().mean())
     return f"{float(found.mean()):.4f} nats on average, {float(found.max()):.2f} at most, {far:.2%} above {FAR}"
 
 
 def run() -> list[Row]:
-    """Measure three random models, and return the results as one row of the results table."""
+    """Measure the gaps of three random models, and return them as one row of the results table."""
     torch.set_num_threads(1)
     free, replayed = list[Tensor](), list[Tensor]()
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""Tests that ranks replay the engine's choice of experts, however rows and tokens are split over the ranks."""
+"""Tests that training with recorded experts gives the same results for any split of rows and tokens over ranks."""
 
 import pytest
 import pytest_asyncio
@@ -40,7 +40,7 @@ def mixture(tmp_path_factory) -> str:
 
 
 def with_experts(batch: DataProto, step: int) -> DataProto:
-    """Add random experts to a batch. The rows of a group share neither their prompts nor their experts."""
+    """Return the batch with random numbers as the recorded experts of each token."""
     generator = torch.Generator().manual_seed(step)
 
     def drawn(column: str) -> torch.Tensor:
@@ -52,7 +52,11 @@ def with_experts(batch: DataProto, step: int) -> DataProto:
 
 
 async def trained(path: str, ranks: int, *overrides: str, replay: str = "engine"):
-    """Train some steps, and return the columns of the first pass, the metrics of every step, and the final weights."""
+    """Train `STEPS` steps.
+
+    Returns:
+        A list with the batch and the metrics of each step, and the final weights.
+    """
     config = config_of(*COMMON, f"actor.router_replay={replay}", f"placement.actor_ranks={ranks or 1}", *overrides)
     workers, found = await group(config, path, ranks, roles=("actor",)), []
     budget, columns = config.actor.max_tokens_per_microbatch, log_probs_columns(config.algorithm)
@@ -93,7 +97,7 @@ async def test_A2_A3_experts_are_replayed_the_same_on_any_split(one_rank, mixtur
 
 
 async def test_other_experts_give_other_weights(one_rank, mixture):
-    """Check that the test above would notice ranks that choose their own experts in the update."""
+    """A run without recorded experts ends with other weights, so the experts in this file affect training."""
     replay, (steps, last) = one_rank
     found, weights = await trained(mixture, 0, replay="null")
     changed = (found[0][0].values("old_log_probs") - steps[0][0].values("old_log_probs")).abs().max()

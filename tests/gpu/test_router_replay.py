@@ -1,4 +1,4 @@
-"""Tests that vLLM on a GPU returns the experts of each token, and that the trainer computes with them."""
+"""Tests of `actor.router_replay=engine` with vLLM on a GPU, which returns the experts that it chose for each token."""
 
 import pytest
 import torch

@@ -155,7 +155,7 @@ def of_all_tokens(values: Tensor, whole: "Pack", sequence: Sequence | None) -> T
     """
     if sequence is None:
         return values
-    own = values.int()  # gloo cannot send int16
+    own = values.int()  # The gloo backend does not support int16.
     parts = [torch.empty_like(own) for _ in range(sequence.size)]
     dist.all_gather(parts, own, group=sequence.group)
     return torch.cat(parts)[: whole.input_ids.size(1)].to(values.dtype)

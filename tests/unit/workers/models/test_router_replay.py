@@ -1,4 +1,4 @@
-"""Tests that experts are recorded in the engine and replayed in training, against mixtures computed by hand."""
+"""Tests of `actor.router_replay`: the engine records the experts of each token, and the trainer uses them."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from workers.rollout.hf_engine import HFEngine, make
 from workers.rollout.messages import Completion, Request
 
 MIXTURES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss"]
-# Prompts of the built-in task. Their different lengths make the engine pad rows on the left.
+# The prompts have different lengths, so that the engine pads some rows on the left.
 PROMPTS = [char_tokenizer()(text)["input_ids"] for text in ("2299907=", "1=", "99=", "2299907=")]
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -36,7 +36,7 @@ SIZES = {
 
 @pytest.fixture(scope="module", params=MIXTURES)
 def path(request, tmp_path_factory):
-    """Return the directory of a tiny model of a family, with scores of experts that are far apart."""
+    """Return the directory of a tiny random model of a family."""
     return saved(tmp_path_factory.mktemp(request.param), request.param)
 
 
@@ -59,7 +59,7 @@ def engine(path: str, *overrides: str) -> HFEngine:
 
 
 def answered(made: HFEngine, *, length: int = 6) -> list[Completion]:
-    """Return answers to `PROMPTS`, in their order."""
+    """Return one answer of the engine to each prompt of `PROMPTS`, in the order of `PROMPTS`."""
     made.add([Request((n, 0), prompt, 1.0, length + n, n) for n, prompt in enumerate(PROMPTS)])
     found: list[Completion] = []
     while made.busy:
@@ -72,7 +72,13 @@ def rows(completions: list[Completion]):
 
 
 def trained(path: str, *, moved: float = 0.0) -> nn.Module:
-    """Return the model with packed attention, whose routers have moved away from the engine's, and can replay."""
+    """Return the trainer's model, which can replay experts.
+
+    Args:
+        path: the model directory.
+        moved: standard deviation of the noise that is added to the routers' weights. With noise, the routers choose
+            other experts than the engine, as after an update.
+    """
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=PACKED, dtype=torch.float32).eval()
     torch.manual_seed(1)
     with torch.no_grad():
@@ -87,7 +93,7 @@ def log_probs(model: nn.Module, batch, *, share: bool = True):
 
 
 def own_choices(model: nn.Module, ids: list[int]) -> torch.Tensor:
-    """Return the experts (N, L * k) that the model itself chooses for a sequence of N tokens."""
+    """Return the experts (N, L * k) that a model's routers choose without replay for a sequence of N tokens."""
     found: list[torch.Tensor] = []
     handles = [
         router.register_forward_hook(lambda module, inputs, output: found.append(output[2]))
@@ -116,17 +122,17 @@ def test_an_engine_records_nothing_unless_it_is_asked_to(path):
 
 @pytest.mark.parametrize("share", [True, False])
 def test_E1_a_trainer_whose_routers_have_moved_computes_with_the_experts_of_the_engine(path, share):
-    """The experts of each row are those of the engine, and their weights those of the trainer's own scores."""
+    """The test compares the log-probs with those of `by_hand`, which does not use the code under test."""
     batch, model = rows(answered(engine(path))), trained(path, moved=0.5)
     found = log_probs(model, batch, share=share)
     free = log_probs(model, batch.select(["prompts", "responses"]), share=share)
-    assert (found - free).abs().max() > 0.05  # The moved routers would choose other experts.
+    assert (found - free).abs().max() > 0.05  # Without replay, the moved routers choose other experts.
     expected = torch.cat([by_hand(path, batch[[row]]) for row in range(len(batch))])
     assert torch.allclose(found, expected, atol=1e-4)
 
 
 def by_hand(path: str, row) -> torch.Tensor:
-    """Return the log-probs of a row, with routers whose output is computed here from the recorded experts."""
+    """Return the log-probs of a row from a model whose routers are replaced by the functions of `weighting`."""
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
     torch.manual_seed(1)
     prompt, response = row.values("prompts").tolist(), row.values("responses").tolist()
@@ -141,7 +147,7 @@ def by_hand(path: str, row) -> torch.Tensor:
 
 
 def weighting(router: nn.Module, experts: torch.Tensor, config):
-    """Return a forward function that gives the experts the weights of the families' papers.
+    """Return a replacement for a router's forward function, which weights the given experts as the model family does.
 
     gpt-oss normalises the scores of the chosen experts alone. The others normalise over all experts, and all but OLMoE
     and Qwen3-MoE, which have the option `norm_topk_prob`, divide by the sum over the chosen experts.
@@ -206,7 +212,7 @@ def test_a_router_chooses_itself_where_no_experts_were_recorded(path):
     replayed = log_probs(model, batch)
     assert torch.allclose(log_probs(model, unknown), log_probs(model, plain), atol=1e-6)
     assert not torch.allclose(replayed, log_probs(model, plain), atol=1e-2)
-    # A batch without experts is computed freely, also after a batch with experts.
+    # After a batch with experts, routers choose their own experts again for a batch without experts.
     set_experts(model, None)
     assert torch.allclose(log_probs(model, plain), log_probs(trained(path, moved=0.5), plain), atol=1e-6)
 
@@ -255,7 +261,7 @@ def test_a_model_without_known_routers_is_refused(start):
 
 
 def test_dense_layers_are_left_out(tmp_path):
-    """The first of three layers is dense. The engine records nothing for it, and a number there has no effect."""
+    """The engine records no experts for the dense layer, and recorded numbers of a dense layer have no effect."""
     path = saved(tmp_path / "model", "qwen3_moe", mlp_only_layers=[0], num_hidden_layers=3)
     batch, model = rows(answered(engine(path))), trained(path, moved=0.5)
     experts = batch.values("prompt_experts").unflatten(1, (3, 2))
@@ -285,7 +291,7 @@ def test_a_layer_with_two_routers_and_experts_of_other_layers_are_refused(path):
 
 
 class TwiceTopKRouter(nn.Module):
-    """A router that chooses groups of experts first."""
+    """A router that calls `torch.topk` twice: first to choose a group of experts, and then to choose experts."""
 
     def forward(self, hidden):
         groups = torch.topk(hidden, 1).indices

@@ -1,4 +1,4 @@
-"""Tests of the experts that vLLM returns: the form of an answer's experts, and refusals. vLLM itself does not run."""
+"""Tests that the experts in made-up outputs of vLLM are converted correctly, and that incomplete ones are refused."""
 
 import numpy as np
 import pytest
