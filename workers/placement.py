@@ -702,7 +702,7 @@ def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> Wor
     return WorkerGroup(
         [],
         work_of(role, path),
-        sequence_ranks=config.placement.sequence_ranks,
+        ranks_per_pack=config.placement.ranks_per_pack,
         shared=shared,
         share_prefixes=config.actor.share_prefixes,
     )

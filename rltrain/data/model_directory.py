@@ -176,7 +176,7 @@ def _check_sequence_ranks(size: int, model: Mapping[str, Any], whose: str) -> No
         or not isinstance(pairs, int)
         or (heads % size == 0 and (pairs % size == 0 or size % pairs == 0)),
         f"placement.sequence_ranks={size}: {whose} {heads} attention heads and {pairs} key-value heads cannot be "
-        "divided evenly; use a divisor of both, or 1",
+        "divided evenly; use a divisor of both, or divide the tokens with placement.context_ranks",
     )
 
 

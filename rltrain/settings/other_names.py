@@ -167,7 +167,8 @@ NAMES = (
         "actor_num_gpus_per_node",
         "placement.actor_ranks is the number of ranks on all nodes together, not per node",
     ),
-    Name("placement.sequence_ranks", "", "actor_rollout_ref.actor.ulysses_sequence_parallel_size", "ring_attn_size"),
+    Name("placement.sequence_ranks", "", "actor_rollout_ref.actor.ulysses_sequence_parallel_size"),
+    Name("placement.context_ranks", "", "actor_rollout_ref.actor.megatron.context_parallel_size", "ring_attn_size"),
     Name(
         "algorithm.kl_loss.kl_loss_coef",
         "beta",

@@ -749,6 +749,12 @@ class PlacementConfig:
         "placement.actor_ranks.",
         values="whole number >= 1",
     )
+    context_ranks: int = key(
+        "Number of chunks of a packed sequence. Each chunk is computed by sequence_ranks other ranks, and attention "
+        "gathers the keys and values of all chunks. context_ranks may exceed the number of attention heads. "
+        "sequence_ranks * context_ranks must divide placement.actor_ranks.",
+        values="whole number >= 1",
+    )
     rollout_replicas: int = key(
         "Number of engines that generate answers. The short form MIN-MAX, as in 2-4, also sets max_rollout_replicas.",
         at_least=1,
@@ -801,6 +807,11 @@ class PlacementConfig:
     )
 
     @property
+    def ranks_per_pack(self) -> int:
+        """Number of ranks that share the tokens of one packed sequence."""
+        return self.sequence_ranks * self.context_ranks
+
+    @property
     def on_cluster(self) -> bool:
         """Whether the run joins a running Ray cluster."""
         return self.launcher == "ray" and self.address != "local"
@@ -815,6 +826,12 @@ class PlacementConfig:
             self.sequence_ranks >= 1 and self.actor_ranks % self.sequence_ranks == 0,
             f"sequence_ranks={self.sequence_ranks} is no positive divisor of actor_ranks={self.actor_ranks}: every "
             "packed sequence is shared by the same number of ranks; use a divisor, or 1",
+        )
+        require(
+            self.context_ranks >= 1 and self.actor_ranks % self.ranks_per_pack == 0,
+            f"context_ranks={self.context_ranks} with sequence_ranks={self.sequence_ranks}: their product, the number "
+            f"of ranks that share a packed sequence, is no positive divisor of actor_ranks={self.actor_ranks}; lower "
+            "one of them, or use context_ranks=1",
         )
         most, replicas = self.max_rollout_replicas, self.rollout_replicas
         require(
@@ -1048,7 +1065,7 @@ class Config:
             role: the role whose micro-batch size is checked, `actor` or `critic`.
         """
         longest = self.rollout.max_prompt_length + self.rollout.max_response_length
-        ranks, budget = self.placement.sequence_ranks, getattr(self, role).max_tokens_per_microbatch
+        ranks, budget = self.placement.ranks_per_pack, getattr(self, role).max_tokens_per_microbatch
         shared, least = f"; {ranks} ranks share the tokens of each row" if ranks > 1 else "", -(-longest // ranks)
         require(
             budget * ranks >= longest,

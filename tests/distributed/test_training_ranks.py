@@ -49,14 +49,17 @@ async def test_A2_F2_any_number_of_ranks_and_any_budget_gives_the_same_metrics_a
     same(await train(config_of(f"actor.max_tokens_per_microbatch={budget}"), start, ranks), one_rank)
 
 
-@pytest.mark.parametrize(("ranks", "sequence_ranks", "budget"), [(2, 2, 8192), (4, 2, 20), (4, 4, 8192)])
+@pytest.mark.parametrize(
+    ("ranks", "sequence_ranks", "context_ranks", "budget"),
+    [(2, 2, 1, 8192), (4, 2, 1, 20), (4, 4, 1, 8192), (2, 1, 2, 8192), (4, 1, 2, 20), (4, 2, 2, 8192), (4, 1, 4, 20)],
+)
 async def test_A3_ranks_that_share_out_the_tokens_of_a_pack_give_the_same(
-    one_rank, start, ranks, sequence_ranks, budget
+    one_rank, start, ranks, sequence_ranks, context_ranks, budget
 ):
     """The model has 4 query heads over 2 key-value heads, so 4 sequence-parallel ranks copy key-value heads."""
     config = config_of(
         f"placement.actor_ranks={ranks}", f"placement.sequence_ranks={sequence_ranks}",
-        f"actor.max_tokens_per_microbatch={budget}",
+        f"placement.context_ranks={context_ranks}", f"actor.max_tokens_per_microbatch={budget}",
     )  # fmt: skip
     same(await train(config, start, ranks), one_rank)
 

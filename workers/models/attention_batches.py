@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rltrain.batch.jagged import offsets_of
+from rltrain.batch.jagged import offsets_of, ranges
 from workers.models.capped_attention import capped_attention
 from workers.models.varlen_attention import Bounds
 
@@ -27,23 +27,20 @@ class AttentionBatch:
     """Segments whose attention is computed together.
 
     Attributes:
-        queries: (segments, L) position of each token in the pack, where L is the length of the longest segment in the
-            attention batch.
+        queries: (segments, L) position of each token among the queries, where L is the length of the longest segment
+            in the attention batch.
         real: (segments, L) bool, False for entries of `queries` that are padding.
         keys: (segments, K) positions in the pack of the tokens of each segment's ancestors and then of its own tokens,
-            padded on the right. If the segments have no ancestors, `keys` is the same tensor as `queries`.
+            padded on the right.
         depths: (segments,) number of tokens of each segment's ancestors.
+        is_root: whether the segments are roots of the prefix tree, that is, have no ancestors.
     """
 
     queries: Tensor
     real: Tensor
     keys: Tensor
     depths: Tensor
-
-    @property
-    def is_root(self) -> bool:
-        """Return whether the segments are roots of the prefix tree, that is, have no ancestors."""
-        return self.keys is self.queries
+    is_root: bool
 
     def bias(self, dtype: torch.dtype, window: int | None) -> Tensor:
         """Return the bias to add to the scores (segments, 1, L, K): minus infinity at keys that a token must ignore.
@@ -72,12 +69,19 @@ class SegmentLayout:
         depths: (S,) number of tokens of each segment's ancestors, on the CPU; None if no segment has ancestors.
         keys: (K,) for each segment, the positions in the pack of its ancestors' tokens and of its own tokens, on the
             CPU; None if no segment has ancestors.
+        first: position in the pack of the first query. It is 0 unless the layout is a part of another one (`part`).
     """
 
     def __init__(
-        self, lengths: Tensor, device: torch.device, depths: Tensor | None = None, keys: Tensor | None = None
+        self,
+        lengths: Tensor,
+        device: torch.device,
+        depths: Tensor | None = None,
+        keys: Tensor | None = None,
+        *,
+        first: int = 0,
     ) -> None:
-        self.lengths, self.device = lengths, device
+        self.lengths, self.device, self.first = lengths, device, first
         self._biases: dict[tuple[int, torch.dtype, int | None], Tensor] = {}
         self.depths = torch.zeros_like(lengths) if keys is None or depths is None else depths
         self.keys = None if keys is None else keys.to(device)
@@ -88,7 +92,27 @@ class SegmentLayout:
 
     def to(self, device: torch.device) -> "SegmentLayout":
         """Return the layout for computing attention on `device`."""
-        return SegmentLayout(self.lengths, device, self.depths, self.keys)
+        return SegmentLayout(self.lengths, device, self.depths, self.keys, first=self.first)
+
+    def part(self, begin: int, end: int) -> "SegmentLayout":
+        """Return the layout for the queries of the tokens at the positions `begin`, ..., `end - 1` of the pack.
+
+        The queries attend to the same keys as in the whole pack. If the pack has no token at these positions, the
+        layout has one query, which attends to the first token of the pack.
+        """
+        offsets = offsets_of(self.lengths)
+        starts, ends = offsets[:-1].clamp(min=begin), offsets[1:].clamp(max=end)
+        inside = starts < ends
+        if not inside.any():
+            one = torch.ones(1, dtype=torch.int64)
+            return SegmentLayout(one, self.device, torch.zeros_like(one), torch.zeros_like(one))
+        lengths, depths = (ends - starts)[inside], (self.depths + starts - offsets[:-1])[inside]
+        if self.keys is None:
+            keys = ranges(offsets[:-1][inside], depths + lengths)
+        else:
+            of_keys = offsets_of(self.lengths + self.depths)[:-1][inside]
+            keys = self.keys.cpu()[ranges(of_keys, depths + lengths)]
+        return SegmentLayout(lengths, self.device, depths, keys, first=begin)
 
     def keys_of_segments(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return, for all segments one after another, the keys and values (K, heads, D) to which they attend.
@@ -116,7 +140,7 @@ class SegmentLayout:
 
     @functools.cached_property
     def places(self) -> Tensor:
-        """Return for each token of the pack (N,) its place among the padded queries of all attention batches."""
+        """Return for each query (N,) its place among the padded queries of all attention batches."""
         queries = torch.cat([batch.queries.reshape(-1) for batch in self.attention_batches])
         real = torch.cat([batch.real.reshape(-1) for batch in self.attention_batches]).nonzero()[:, 0]
         return torch.empty_like(real).index_copy_(0, queries[real], real)
@@ -135,7 +159,8 @@ class SegmentLayout:
         """Return the attention batch of segments that have no ancestors."""
         queries, real = _padded(self.bounds.query_offsets.cpu()[chosen], self.lengths[chosen])
         queries = queries.to(self.device)
-        return AttentionBatch(queries, real.to(self.device), queries, self.depths[chosen].to(self.device))
+        depths = self.depths[chosen].to(self.device)
+        return AttentionBatch(queries, real.to(self.device), queries + self.first, depths, is_root=True)
 
     def _of_branches(self, chosen: Tensor) -> AttentionBatch:
         """Return the attention batch of segments that have ancestors."""
@@ -143,7 +168,13 @@ class SegmentLayout:
         depths = self.depths[chosen]
         places, _ = _padded(self.bounds.key_offsets.cpu()[chosen], self.lengths[chosen] + depths)
         assert self.keys is not None, "segments with ancestors need `keys`"
-        return AttentionBatch(*(tensor.to(self.device) for tensor in (queries, real, self.keys.cpu()[places], depths)))
+        return AttentionBatch(
+            queries.to(self.device),
+            real.to(self.device),
+            self.keys.cpu()[places].to(self.device),
+            depths.to(self.device),
+            is_root=False,
+        )
 
 
 def _similar(segments: Tensor, lengths: Tensor, least: int = 1) -> list[Tensor]:
@@ -181,10 +212,10 @@ def attention_in_batches(
     """Compute attention (N, H, D) with one call for each attention batch.
 
     Args:
-        q: (N, H, D) queries of the pack's tokens.
-        k: (N, K, D) keys; the number K of key heads divides the number H of query heads.
-        v: (N, K, D) values.
-        layout: the segments of the pack.
+        q: (N, H, D) queries of the pack's tokens, or of the part of the tokens that `layout` describes.
+        k: (M, K, D) keys of all tokens; the number K of key heads divides the number H of query heads.
+        v: (M, K, D) values of all tokens.
+        layout: the segments of the queries.
         scaling: factor of the scores, or None for D ** -0.5.
         dropout: probability with which an attention weight is dropped; ignored with a soft cap or sinks.
         window: maximum number of keys to which a token attends, including its own key; None for no maximum.

@@ -65,7 +65,7 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     for key in ("cpu_offload", "compile"):
         if getattr(config.model, key) and device().type == "cpu":
             raise ConfigError(f"model.{key}=true: needs GPUs, but these ranks have none; use model.{key}=false")
-    vars(model)["sequence"] = sequence_group(config.placement.sequence_ranks)
+    vars(model)["sequence"] = sequence_group(config.placement.sequence_ranks, config.placement.context_ranks)
     layers = decoder_layers(model)
     for layer in layers:
         prepare(layer, config.model)

@@ -34,8 +34,8 @@ from workers.models.fused_head import PROBE, check_probe, logit_cap, logit_scale
 from workers.models.router_replay import set_experts
 from workers.models.sequence_parallel import (
     Sequence,
+    attention_inputs,
     gather,
-    heads_of_all_tokens,
     heads_of_rank,
     sequence_group_of,
     split,
@@ -63,9 +63,9 @@ class Pack:
         ends: (B,) position in the pack of each row's last token.
         places: (M,) position in the pack of each of the M tokens of all contexts, on the CPU. M is larger than N if
             contexts share tokens.
-        sequence: the group of ranks that split the pack's tokens (sequence parallelism), or None. With sequence
-            parallelism, `input_ids`, `position_ids`, `predicting`, `targets` and `experts` hold only this rank's slice
-            of the pack.
+        sequence: the ranks that split the pack's tokens (sequence or context parallelism), or None. If ranks split the
+            pack, `input_ids`, `position_ids`, `predicting`, `targets` and `experts` hold only this rank's slice of the
+            pack, and `layout` describes the queries of its chunk.
         experts: (N, E) int16 numbers of the recorded experts of each token, or None if none were recorded. A token that
             several contexts share has the experts of the first of these contexts.
     """
@@ -158,7 +158,7 @@ def packed_attention(
     """
     assert attention_mask is None, "a packed forward pass must not be given an attention mask"
     if packed.sequence is not None:
-        query, key, value = (heads_of_all_tokens(tensor, packed.sequence) for tensor in (query, key, value))
+        query, key, value = attention_inputs(query, key, value, packed.sequence)
         s_aux = None if s_aux is None else heads_of_rank(s_aux, packed.sequence)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # q, k and v have the shape (N, heads, D)
     kernel = None if dropout or softcap is not None or s_aux is not None else kernel_for(q, v)

@@ -36,9 +36,9 @@ class WorkerGroup(Generic[W_co]):
         ranks: handles of the role's workers, one for each rank.
         work: estimator of the amount of computation that the role's model needs for a row. If `work` is None, each rank
             gets about the same number of tokens.
-        sequence_ranks: number of neighbouring ranks that split the tokens of each pack (sequence parallelism). The
-            ranks that split a pack get the same rows and return the same results. A pack can hold up to
-            `sequence_ranks` times as many tokens as one rank can process.
+        ranks_per_pack: number of neighbouring ranks that split the tokens of each pack (sequence and context
+            parallelism). The ranks that split a pack get the same rows and return the same results. A pack can hold up
+            to `ranks_per_pack` times as many tokens as one rank can process.
         shared: registry of the batches' rows and columns that are already in Ray's object store. Several worker groups
             can use the same `SharedColumns` object. If `shared` is None, the worker group creates its own
             `SharedColumns` object.
@@ -50,18 +50,18 @@ class WorkerGroup(Generic[W_co]):
         ranks: Sequence[Role[W_co]],
         work: RowWork | None = None,
         *,
-        sequence_ranks: int = 1,
+        ranks_per_pack: int = 1,
         shared: SharedColumns | None = None,
         share_prefixes: bool = True,
     ) -> None:
-        self.ranks, self.work, self.sequence_ranks = list(ranks), work or RowWork(), sequence_ranks
+        self.ranks, self.work, self.ranks_per_pack = list(ranks), work or RowWork(), ranks_per_pack
         self.share_prefixes = share_prefixes
         self.shared = shared or SharedColumns()
 
     @property
     def size(self) -> int:
         """Return the number of parts into which the worker group splits a batch."""
-        return len(self.ranks) // self.sequence_ranks
+        return len(self.ranks) // self.ranks_per_pack
 
     async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call a method on every rank with the same arguments, and return the results in the order of the ranks."""
@@ -94,7 +94,7 @@ class WorkerGroup(Generic[W_co]):
         parts = split_rows(
             [lengths[row] for row in chosen],
             self.size,
-            max_tokens * self.sequence_ranks,
+            max_tokens * self.ranks_per_pack,
             work=[work[row] for row in chosen],
             starts=starts if starts is None or only is None else starts.of(only),
         )
@@ -197,7 +197,7 @@ class WorkerGroup(Generic[W_co]):
             the overhead that is caused by splitting the mini-batches over the ranks.
         """
         lengths, work, starts = self.costs(batch)
-        tokens = max_tokens * self.sequence_ranks
+        tokens = max_tokens * self.ranks_per_pack
         by_rank = split_minibatches(batch, lengths, minibatches, self.size, tokens, work=work, starts=starts)
         read = [rows_read([rows for one in own for rows in one.microbatches], lengths) for own in by_rank]
         shares = await self._shares(shared, batch, columns, read)
@@ -217,15 +217,15 @@ class WorkerGroup(Generic[W_co]):
 
     def _split(self, parts: Sequence[R]) -> list[R]:
         """Return the part of each rank. Ranks that split a pack's tokens together get the same part."""
-        return [parts[number // self.sequence_ranks] for number in range(len(self.ranks))]
+        return [parts[number // self.ranks_per_pack] for number in range(len(self.ranks))]
 
     def _together(self, place: int) -> Sequence[Role[W_co]]:
         """Return the ranks that split the same packs."""
-        return self.ranks[place * self.sequence_ranks : (place + 1) * self.sequence_ranks]
+        return self.ranks[place * self.ranks_per_pack : (place + 1) * self.ranks_per_pack]
 
     async def _collect(self, pending: Sequence[Pending[R]]) -> list[R]:
         """Wait for the results of all ranks, and return one result for each set of ranks that split the same packs."""
-        return (await results(pending, depends_on=self.shared.kept.processes))[:: self.sequence_ranks]
+        return (await results(pending, depends_on=self.shared.kept.processes))[:: self.ranks_per_pack]
 
     def costs(self, batch: DataProto) -> tuple[list[int], list[int], SharedStarts | None]:
         """Return each row's number of tokens in a pack, each row's estimated computation, and the rows' shared tokens.

@@ -296,7 +296,9 @@ class RankMemory:
         """Return the bytes of the activations that a forward pass keeps for the backward pass."""
         kernel = self.on_gpu and not role.shape.capped
         layer, tokens = saved_bytes(role.shape, self.compute, kernel=kernel, keys=0), self.tokens(role)
-        of_layer = tokens * layer + 2 * self.keys(role) * role.shape.keys * self.compute
+        # With context parallelism, the queries of the last chunk can attend to the keys of all chunks.
+        keys = self.config.placement.context_ranks * self.keys(role)
+        of_layer = tokens * layer + 2 * keys * role.shape.keys * self.compute
         of_head = role.shape.hidden * (3 * MASTER + self.compute)
         if not self.config.model.activation_checkpointing:
             return role.shape.layers * of_layer + tokens * of_head

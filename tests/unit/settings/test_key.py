@@ -46,6 +46,7 @@ CHANGEABLE = {
     "placement.reward_spares",
     "placement.reward_workers",
     "placement.rollout_replicas",
+    "placement.context_ranks",
     "placement.sequence_ranks",
     "placement.shard_ranks",
     "placement.share_ranks",

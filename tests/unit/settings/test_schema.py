@@ -294,6 +294,20 @@ def test_top_p_and_top_k_are_allowed_where_nothing_needs_the_engines_log_probs_a
     assert not compose([])[0].rollout.is_restricted
 
 
+@pytest.mark.parametrize("name", ["shard_ranks", "sequence_ranks", "context_ranks"])
+@pytest.mark.parametrize("value", [0, 3])
+def test_ranks_that_share_a_model_or_a_row_must_divide_the_actors_ranks(name, value):
+    with pytest.raises(ConfigError, match=f"{name}={value}.* is no positive divisor of actor_ranks=4"):
+        compose(["placement.actor_ranks=4", f"placement.{name}={value}"])
+
+
+def test_the_ranks_that_share_a_packed_row_are_a_product():
+    split = ["placement.sequence_ranks=2", "placement.context_ranks=2"]
+    assert compose(["placement.actor_ranks=8", *split])[0].placement.ranks_per_pack == 4
+    with pytest.raises(ConfigError, match=r"context_ranks=2 with sequence_ranks=2: .* of actor_ranks=2"):
+        compose(["placement.actor_ranks=2", *split])
+
+
 def test_a_range_of_replicas_is_the_minimum_and_the_maximum():
     cluster = ("placement=disaggregated", "placement.address=10.0.0.1:6379")
     config = compose([*cluster, "placement.rollout_replicas=2-4"])[0].placement

@@ -87,6 +87,10 @@ def test_engines_that_replay_stored_answers_need_no_gpu():
         (["placement.actor_ranks=8", "placement.shard_ranks=4"], [(4, 1)] * 2),
         (["placement.actor_ranks=8", "placement.shard_ranks=4", "placement.sequence_ranks=2"], [(4, 2, 1)] * 2),
         (["placement.actor_ranks=8", "placement.shard_ranks=2", "placement.sequence_ranks=8"], [(8, 2, 1)]),
+        (
+            ["placement.actor_ranks=8", *(f"placement.{name}_ranks=2" for name in ("shard", "sequence", "context"))],
+            [(4, 2, 1)] * 2,
+        ),
         (["placement.actor_ranks=4", "placement.shard_ranks=1"], [(1,)] * 4),
     ],
 )

@@ -8,6 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from rltrain.algorithms import full_kl
 from rltrain.batch.data_proto import DataProto, jagged
 from tests.attention_families import EXPERTS, FAMILIES
+from workers.models.attention_batches import attention_in_batches
 from workers.models.fused_head import token_log_probs
 from workers.models.packed_forward import PACKED, pack, policy_output, response_values
 
@@ -80,6 +81,36 @@ def test_B6_packed_attention_gives_the_log_probs_and_gradients_of_the_models_own
     for grad, want in zip(grads, wanted, strict=True):
         assert (grad is None) == (want is None)
         assert grad is None or close(grad, want)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 3}, {"softcap": 0.5}, {"sinks": torch.linspace(-1, 1, 4).double(), "window": 5}],
+    ids=["plain", "window", "soft cap", "sinks and window"],
+)
+def test_A3_queries_of_any_part_of_a_pack_attend_as_in_the_whole_pack(options, share):
+    """A part can begin and end within a segment, and be as short as one token."""
+    torch.manual_seed(0)
+    layout = (packed := pack(batch_of(PROMPTS, RESPONSES), share=share)).layout
+    count = packed.input_ids.size(1)
+    q, k, v = (torch.randn(count, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    whole = attention_in_batches(q, k, v, layout, **options)
+    gradients = torch.autograd.grad((whole**2).sum(), (q, k, v))
+    for size in (1, 2, 5, 7, count):
+        bounds = [(begin, min(begin + size, count)) for begin in range(0, count, size)]
+        parts = [attention_in_batches(q[begin:end], k, v, layout.part(begin, end), **options) for begin, end in bounds]
+        assert close(torch.cat(parts), whole)
+        found = torch.autograd.grad((torch.cat(parts) ** 2).sum(), (q, k, v))
+        assert all(close(one, wanted) for one, wanted in zip(found, gradients, strict=True))
+
+
+def test_a_part_without_tokens_has_one_query_that_attends_to_the_first_token():
+    packed = pack(batch_of(PROMPTS, RESPONSES))
+    count = packed.input_ids.size(1)
+    value = torch.randn(count, 2, 8)
+    out = attention_in_batches(torch.randn(1, 4, 8), value, value, packed.layout.part(count, count))
+    assert torch.allclose(out[0], value[0].repeat_interleave(2, 0))
 
 
 def test_padded_queries_of_an_attention_batch_give_no_nan_gradients():

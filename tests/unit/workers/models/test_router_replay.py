@@ -21,7 +21,7 @@ from tests.attention_families import FAMILIES
 from workers.models.fsdp import prepare
 from workers.models.packed_forward import PACKED, microbatch, pack, policy_output
 from workers.models.router_replay import ExpertRecorder, replay_routers, routers_of, set_experts
-from workers.models.sequence_parallel import Sequence, split
+from workers.models.sequence_parallel import Ranks, Sequence, split
 from workers.rollout.hf_engine import HFEngine, make
 from workers.rollout.messages import Completion, Request
 
@@ -219,7 +219,7 @@ def test_a_router_chooses_itself_where_no_experts_were_recorded(path):
 
 def test_each_rank_of_a_sequence_group_has_the_experts_of_its_slice(path):
     packed = pack(rows(answered(engine(path))))
-    slices = [split(packed, Sequence(None, 2, rank))[0] for rank in range(2)]
+    slices = [split(packed, Sequence(ranks := Ranks(None, 2, rank), ranks, Ranks()))[0] for rank in range(2)]
     together = torch.cat([one.experts for one in slices])
     count = packed.input_ids.size(1)
     assert together[:count].equal(packed.experts)

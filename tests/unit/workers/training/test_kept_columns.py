@@ -128,11 +128,11 @@ def received(monkeypatch):
     return names
 
 
-def groups(teacher_processes, reader_processes, *, sequence_ranks=1):
+def groups(teacher_processes, reader_processes, *, ranks_per_pack=1):
     """Return a worker group of the teacher and one of the reader, which share a registry."""
     shared = SharedColumns()
     return [
-        WorkerGroup([Role(one, role) for one in processes], sequence_ranks=sequence_ranks, shared=shared)
+        WorkerGroup([Role(one, role) for one in processes], ranks_per_pack=ranks_per_pack, shared=shared)
         for role, processes in (("teacher", teacher_processes), ("reader", reader_processes))
     ]
 
@@ -224,7 +224,7 @@ async def test_a_reader_in_the_same_process_gets_rows_without_the_object_store(s
 async def test_ranks_that_share_sequences_fetch_the_same_object(stored):
     sources = [Rank(number, teacher=Teacher(4)) for number in range(2)]
     targets = [Rank(number, reader=Reader()) for number in range(2)]
-    teacher, reader = groups(sources, targets, sequence_ranks=2)
+    teacher, reader = groups(sources, targets, ranks_per_pack=2)
     made = batch()
     made = made.union(await teacher.rows(Teacher.score, made, FORWARD, max_tokens=8, keep="teacher_hidden"))
     await reader.rows(Reader.compute, made, READ, max_tokens=8)
