@@ -703,6 +703,7 @@ def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> Wor
         [],
         work_of(role, path),
         ranks_per_pack=config.placement.ranks_per_pack,
+        token_ranks=config.placement.token_ranks,
         shared=shared,
         share_prefixes=config.actor.share_prefixes,
     )

@@ -1,14 +1,16 @@
 """Inspection of a model directory without loading the model: the model's config, length limits and end tokens."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rltrain.base.errors import ConfigError
 from rltrain.data.hub import local_directory
 from rltrain.data.model_weights import check_weights, read_json, weight_files
+from rltrain.data.parallel_plans import COLUMNS, ROWS, divides_heads, tensor_plan
 from rltrain.data.value_models import value_model
-from rltrain.settings.schema import Config
+from rltrain.settings.schema import Config, PlacementConfig
 from rltrain.settings.typed import require
 
 # Keys of a model's config that may hold the maximum number of positions.
@@ -17,6 +19,7 @@ _LAYERS = ("layer_types", "layers_block_type")  # Keys of a model's config that 
 _CHUNK = "attention_chunk_size"  # Key for the number of tokens in a chunk; no token attends beyond its own chunk.
 # Names of the layer types with attention.
 _ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # Keys that may hold the number of experts.
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
@@ -135,7 +138,7 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
         f"rollout.vllm.tensor_parallel_size={shards}: the model's {heads} attention heads cannot be divided evenly; "
         f"use a divisor of {heads}",
     )
-    _check_sequence_ranks(config.placement.sequence_ranks, model, "the model's")
+    check_division(config.placement, model, f"model.path={config.model.path}")
     _check_layers(f"model.path={config.model.path}", model)
     _check_attention(config.model.path, longest, model)
 
@@ -162,21 +165,59 @@ def check_teacher(config: Config, path: str, key: str) -> None:
         f"{where}: reads at most {limit} tokens, but rollout.max_prompt_length + rollout.max_response_length = "
         f"{longest}; lower their sum, or use another teacher",
     )
-    _check_sequence_ranks(config.placement.sequence_ranks, model, f"{where}: its")
+    check_division(replace(config.placement, expert_ranks=1), model, where)
     _check_layers(where, model)
     check_weights(path, where)
 
 
-def _check_sequence_ranks(size: int, model: Mapping[str, Any], whose: str) -> None:
-    """Raise ConfigError if the attention heads of a model cannot be divided evenly among `size` ranks."""
+def check_division(placement: PlacementConfig, model: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError if the ranks cannot divide a model's matrices, experts or attention heads as configured.
+
+    Args:
+        placement: number of ranks for each kind of parallelism.
+        model: the model's own config, as returned by `model_config`.
+        where: the config key and path of the model, for the error messages.
+    """
+    size, shards = placement.sequence_ranks, placement.tensor_ranks
+    plan = tensor_plan(model) if shards > 1 else {}
+    require(
+        shards == 1 or bool({COLUMNS, ROWS} & set(plan.values())),
+        f"placement.tensor_ranks={shards}: transformers publishes no plan that divides the layers of {where} "
+        f"({model.get('model_type')}); use placement.tensor_ranks=1",
+    )
     heads = model.get("num_attention_heads")
     pairs = model.get("num_key_value_heads") or heads
+    if isinstance(heads, int) and isinstance(pairs, int):
+        _check_heads(heads, pairs, size, shards if divides_heads(plan) else 1, where)
+    experts = next((model[name] for name in EXPERT_COUNTS if isinstance(model.get(name), int)), 0)
     require(
-        not isinstance(heads, int)
-        or not isinstance(pairs, int)
-        or (heads % size == 0 and (pairs % size == 0 or size % pairs == 0)),
-        f"placement.sequence_ranks={size}: {whose} {heads} attention heads and {pairs} key-value heads cannot be "
-        "divided evenly; use a divisor of both, or divide the tokens with placement.context_ranks",
+        placement.expert_ranks == 1 or (experts > 0 and experts % placement.expert_ranks == 0),
+        f"placement.expert_ranks={placement.expert_ranks}: {where} has {experts or 'no'} experts"
+        + ("; use a divisor of this number" if experts else ", so there is nothing to divide; use 1"),
+    )
+
+
+def _check_heads(heads: int, pairs: int, size: int, shards: int, where: str) -> None:
+    """Raise ConfigError if attention heads cannot be divided by `shards` and then among `size` ranks.
+
+    Args:
+        heads: number of attention heads.
+        pairs: number of key-value heads.
+        size: number of ranks that exchange tokens for heads.
+        shards: number of ranks that divide the matrices of attention.
+        where: the config key and path of the model.
+    """
+    require(
+        heads % shards == 0 and pairs % shards == 0,
+        f"placement.tensor_ranks={shards}: the {heads} attention heads and {pairs} key-value heads of {where} cannot "
+        "be divided evenly; use a divisor of both",
+    )
+    heads, pairs = heads // shards, pairs // shards
+    of_rank = "" if shards == 1 else f" of each of placement.tensor_ranks={shards} ranks"
+    require(
+        heads % size == 0 and (pairs % size == 0 or size % pairs == 0),
+        f"placement.sequence_ranks={size}: the {heads} attention heads and {pairs} key-value heads{of_rank} of {where} "
+        "cannot be divided evenly; use a divisor of both, or divide the tokens with placement.context_ranks",
     )
 
 

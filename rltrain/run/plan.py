@@ -13,7 +13,7 @@ from rich.text import Text
 from rltrain.settings.algorithm_config import AlgorithmConfig, CorrectionConfig, NormalizationConfig
 from rltrain.settings.distillation_config import REFERENCE
 from rltrain.settings.sampling_config import ReuseConfig
-from rltrain.settings.schema import ALL_LINEAR, Config, DataConfig, RolloutConfig, TrainerConfig
+from rltrain.settings.schema import ALL_LINEAR, Config, DataConfig, PlacementConfig, RolloutConfig, TrainerConfig
 
 # Maximum width of the plan's panel, and width of the panel's borders and labels, both in terminal columns.
 _WIDEST, _FRAME = 100, 15
@@ -473,6 +473,7 @@ def _processes(config: Config, facts: Facts) -> str:
         training = f"{_count(placement.actor_ranks, 'training rank')} ({', '.join(roles)})"
     else:
         training = f"{_count(placement.actor_ranks, 'rank')} each for {', '.join(roles)}"
+    training += _divided(placement)
     shards = config.rollout.shards
     engines = _count(placement.rollout_replicas, "engine") + (f" of {shards} shards" if shards > 1 else "")
     if placement.most_replicas > placement.rollout_replicas:
@@ -480,6 +481,17 @@ def _processes(config: Config, facts: Facts) -> str:
     where = "Ray on this machine" if placement.address == "local" else f"Ray cluster {placement.address}"
     rewards = _count(placement.reward_workers, "reward worker")
     return f"{training} + {engines} + {rewards}; {where}, {devices}{_transport(config)}"
+
+
+def _divided(placement: PlacementConfig) -> str:
+    """Describe what the training ranks divide in addition to the rows and the stored parameters, or return ""."""
+    parts = {
+        "the tokens of a row": placement.token_ranks,
+        "the matrices of layers": placement.tensor_ranks,
+        "experts": placement.expert_ranks,
+    }
+    texts = [f"{what} by {count}" for what, count in parts.items() if count > 1]
+    return f" that divide {' and '.join(texts)}" if texts else ""
 
 
 def _transport(config: Config) -> str:

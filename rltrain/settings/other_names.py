@@ -170,6 +170,13 @@ NAMES = (
     Name("placement.sequence_ranks", "", "actor_rollout_ref.actor.ulysses_sequence_parallel_size"),
     Name("placement.context_ranks", "", "actor_rollout_ref.actor.megatron.context_parallel_size", "ring_attn_size"),
     Name(
+        "placement.tensor_ranks",
+        "",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
+        "ds_tensor_parallel_size",
+    ),
+    Name("placement.expert_ranks", "", "actor_rollout_ref.actor.megatron.expert_model_parallel_size"),
+    Name(
         "algorithm.kl_loss.kl_loss_coef",
         "beta",
         "actor_rollout_ref.actor.kl_loss_coef",

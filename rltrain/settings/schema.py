@@ -755,6 +755,17 @@ class PlacementConfig:
         "sequence_ranks * context_ranks must divide placement.actor_ranks.",
         values="whole number >= 1",
     )
+    tensor_ranks: int = key(
+        "Number of ranks that divide the matrices of each layer (tensor parallelism). These ranks process the same "
+        "rows. sequence_ranks * context_ranks * tensor_ranks must divide placement.actor_ranks.",
+        values="whole number >= 1",
+    )
+    expert_ranks: int = key(
+        "Number of ranks that divide the experts of each layer of a mixture of experts (expert parallelism). "
+        "expert_ranks * tensor_ranks must divide placement.shard_ranks, or placement.actor_ranks if shard_ranks is "
+        "null.",
+        values="whole number >= 1",
+    )
     rollout_replicas: int = key(
         "Number of engines that generate answers. The short form MIN-MAX, as in 2-4, also sets max_rollout_replicas.",
         at_least=1,
@@ -807,9 +818,14 @@ class PlacementConfig:
     )
 
     @property
-    def ranks_per_pack(self) -> int:
-        """Number of ranks that share the tokens of one packed sequence."""
+    def token_ranks(self) -> int:
+        """Number of ranks that split the tokens of one packed sequence."""
         return self.sequence_ranks * self.context_ranks
+
+    @property
+    def ranks_per_pack(self) -> int:
+        """Number of ranks that process one packed sequence together, and get the same rows."""
+        return self.token_ranks * self.tensor_ranks
 
     @property
     def on_cluster(self) -> bool:
@@ -822,27 +838,8 @@ class PlacementConfig:
             f"shard_ranks={self.shard_ranks} is no positive divisor of actor_ranks={self.actor_ranks}: every copy of "
             "a model needs the same number of ranks; use a divisor, or null for one copy over all ranks",
         )
-        require(
-            self.sequence_ranks >= 1 and self.actor_ranks % self.sequence_ranks == 0,
-            f"sequence_ranks={self.sequence_ranks} is no positive divisor of actor_ranks={self.actor_ranks}: every "
-            "packed sequence is shared by the same number of ranks; use a divisor, or 1",
-        )
-        require(
-            self.context_ranks >= 1 and self.actor_ranks % self.ranks_per_pack == 0,
-            f"context_ranks={self.context_ranks} with sequence_ranks={self.sequence_ranks}: their product, the number "
-            f"of ranks that share a packed sequence, is no positive divisor of actor_ranks={self.actor_ranks}; lower "
-            "one of them, or use context_ranks=1",
-        )
-        most, replicas = self.max_rollout_replicas, self.rollout_replicas
-        require(
-            most is None or most >= replicas,
-            f"max_rollout_replicas={most} is below rollout_replicas={replicas}; use at least {replicas}, or null",
-        )
-        require(
-            self.most_replicas == replicas or self.on_cluster,
-            f"max_rollout_replicas={most} with a run on this machine: additional engines can start only on a running "
-            "Ray cluster; use placement=disaggregated, or leave the key out",
-        )
+        self._require_divided_ranks()
+        self._require_replicas()
         self._require_whole_nodes()
         for name, value in self.env_vars.items():
             require(
@@ -859,6 +856,38 @@ class PlacementConfig:
                 f"{name}={getattr(self, name)} with launcher=inprocess: one process can hold only one worker "
                 "of each role; use placement=local",
             )
+
+    def _require_divided_ranks(self) -> None:
+        """Raise ConfigError if the ranks cannot be divided as the keys for parallelism say."""
+        together = ("sequence_ranks", "context_ranks", "tensor_ranks")
+        for name in (*together, "expert_ranks"):
+            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} is below 1; use 1 or more")
+        product = " * ".join(f"{name}={getattr(self, name)}" for name in together if getattr(self, name) > 1)
+        require(
+            self.actor_ranks % self.ranks_per_pack == 0,
+            f"{product or 'ranks_per_pack=1'}: {self.ranks_per_pack} ranks process each packed sequence together, "
+            f"which is no divisor of actor_ranks={self.actor_ranks}; lower one of these keys, or raise actor_ranks",
+        )
+        copy, divided = self.shard_ranks or self.actor_ranks, self.expert_ranks * self.tensor_ranks
+        require(
+            copy % divided == 0,
+            f"expert_ranks={self.expert_ranks} * tensor_ranks={self.tensor_ranks} = {divided} is no divisor of "
+            f"the {copy} ranks that hold one copy of a model; lower one of these keys, or raise "
+            f"{'actor_ranks' if self.shard_ranks is None else 'shard_ranks'}",
+        )
+
+    def _require_replicas(self) -> None:
+        """Raise ConfigError if the maximum number of engines does not fit the other keys."""
+        most, replicas = self.max_rollout_replicas, self.rollout_replicas
+        require(
+            most is None or most >= replicas,
+            f"max_rollout_replicas={most} is below rollout_replicas={replicas}; use at least {replicas}, or null",
+        )
+        require(
+            self.most_replicas == replicas or self.on_cluster,
+            f"max_rollout_replicas={most} with a run on this machine: additional engines can start only on a running "
+            "Ray cluster; use placement=disaggregated, or leave the key out",
+        )
 
     @property
     def most_replicas(self) -> int:
@@ -939,6 +968,7 @@ class Config:
         self._require_whole_distribution()
         self._require_use_of_kept_cache()
         self._require_recorded_experts()
+        self._require_plain_layers()
         buffer, limit = self.algorithm.reward_shaping.overlong_buffer, self.rollout.max_response_length
         require(
             buffer <= limit,
@@ -1000,6 +1030,20 @@ class Config:
             "rollout.keep_kv_cache=true with algorithm.correction.level=null: answers are sampled with keys and values "
             "of several weight versions, so they need importance weights; use algorithm.correction.level=token, or "
             "rollout.keep_kv_cache=false",
+        )
+
+    def _require_plain_layers(self) -> None:
+        """Raise ConfigError if ranks would divide layers that cannot be divided."""
+        tensor, experts = self.placement.tensor_ranks, self.placement.expert_ranks
+        require(
+            tensor == 1 or self.model.lora is None,
+            f"placement.tensor_ranks={tensor} with model.lora: the ranks cannot divide matrices that have adapters; "
+            "use placement.tensor_ranks=1, or model.lora=null",
+        )
+        require(
+            tensor == experts == 1 or not self.model.compile,
+            f"placement.tensor_ranks={tensor} and placement.expert_ranks={experts} with model.compile=true: layers "
+            "that ranks divide cannot be compiled; use model.compile=false, or 1 for both keys",
         )
 
     def _require_recorded_experts(self) -> None:
@@ -1065,7 +1109,7 @@ class Config:
             role: the role whose micro-batch size is checked, `actor` or `critic`.
         """
         longest = self.rollout.max_prompt_length + self.rollout.max_response_length
-        ranks, budget = self.placement.ranks_per_pack, getattr(self, role).max_tokens_per_microbatch
+        ranks, budget = self.placement.token_ranks, getattr(self, role).max_tokens_per_microbatch
         shared, least = f"; {ranks} ranks share the tokens of each row" if ranks > 1 else "", -(-longest // ranks)
         require(
             budget * ranks >= longest,

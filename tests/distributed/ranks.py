@@ -121,7 +121,8 @@ async def group(config: Config, start: str, ranks: int, roles=("actor", "referen
     processes, made = await processes_of(ranks), {}
     for role in roles:
         own = await built(processes, f"{role} {next(NUMBERS)}", ROLES[role], config, start)
-        made[role] = WorkerGroup(own, ranks_per_pack=config.placement.ranks_per_pack)
+        placement = config.placement
+        made[role] = WorkerGroup(own, ranks_per_pack=placement.ranks_per_pack, token_ranks=placement.token_ranks)
     return made
 
 

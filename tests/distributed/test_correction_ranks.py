@@ -29,7 +29,7 @@ async def trained(config, start, ranks, budget, sequence_ranks):
     """Train two steps on given answers, and return the metrics of each step and the final weights."""
     processes = await processes_of({1: 0, 2: 2}[ranks])
     workers = await built(processes, f"actor {next(NUMBERS)}", ROLES["actor"], config, start)
-    actor, history = WorkerGroup(workers, ranks_per_pack=sequence_ranks), []
+    actor, history = WorkerGroup(workers, ranks_per_pack=sequence_ranks, token_ranks=sequence_ranks), []
     for step in range(2):
         batch = replayed(step)
         columns = log_probs_columns(config.algorithm)

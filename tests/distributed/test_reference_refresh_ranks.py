@@ -94,7 +94,7 @@ async def test_A2_an_average_is_the_same_on_any_number_of_ranks_and_in_processes
     config = config_of(*AVERAGE, *EXACT, "actor.lr=1e-3", f"placement.actor_ranks={ranks}", *overrides)
     workers = await roles(config, start, ranks, apart=apart)
     for group in workers.values():
-        group.ranks_per_pack = config.placement.ranks_per_pack
+        group.ranks_per_pack, group.token_ranks = config.placement.ranks_per_pack, config.placement.token_ranks
     same(await train(config, workers, range(3)), one_rank)
 
 

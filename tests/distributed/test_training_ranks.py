@@ -50,17 +50,29 @@ async def test_A2_F2_any_number_of_ranks_and_any_budget_gives_the_same_metrics_a
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sequence_ranks", "context_ranks", "budget"),
-    [(2, 2, 1, 8192), (4, 2, 1, 20), (4, 4, 1, 8192), (2, 1, 2, 8192), (4, 1, 2, 20), (4, 2, 2, 8192), (4, 1, 4, 20)],
+    ("ranks", "shared_by", "budget"),
+    [
+        (2, {"sequence": 2}, 8192),
+        (4, {"sequence": 2}, 20),
+        (4, {"sequence": 4}, 8192),
+        (2, {"context": 2}, 8192),
+        (4, {"context": 2}, 20),
+        (4, {"context": 4}, 20),
+        (4, {"context": 2, "sequence": 2}, 8192),
+        (2, {"tensor": 2}, 8192),
+        (4, {"tensor": 2}, 40),
+        (4, {"tensor": 2, "sequence": 2}, 20),
+        (4, {"tensor": 2, "context": 2}, 20),
+        (4, {"tensor": 2, "shard": 2}, 40),
+    ],
+    ids=str,
 )
-async def test_A3_ranks_that_share_out_the_tokens_of_a_pack_give_the_same(
-    one_rank, start, ranks, sequence_ranks, context_ranks, budget
+async def test_A3_ranks_that_share_a_pack_or_the_matrices_of_layers_give_the_same(
+    one_rank, start, ranks, shared_by, budget
 ):
     """The model has 4 query heads over 2 key-value heads, so 4 sequence-parallel ranks copy key-value heads."""
-    config = config_of(
-        f"placement.actor_ranks={ranks}", f"placement.sequence_ranks={sequence_ranks}",
-        f"placement.context_ranks={context_ranks}", f"actor.max_tokens_per_microbatch={budget}",
-    )  # fmt: skip
+    shares = [f"placement.{name}_ranks={count}" for name, count in shared_by.items()]
+    config = config_of(f"placement.actor_ranks={ranks}", *shares, f"actor.max_tokens_per_microbatch={budget}")
     same(await train(config, start, ranks), one_rank)
 
 

@@ -3,13 +3,12 @@
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -17,20 +16,10 @@ from transformers import PreTrainedModel
 
 from rltrain.base.errors import ConfigError, NumericsError
 from rltrain.settings.schema import Config, ModelConfig, OptimizerConfig
+from workers.models.device_meshes import Meshes, device_meshes
+from workers.models.expert_parallel import divide_experts
 from workers.models.sequence_parallel import sequence_group
-
-
-def sharding_mesh(shard_ranks: int | None) -> DeviceMesh:
-    """Return the device mesh over all ranks of the torch.distributed process group.
-
-    Parameters are sharded within each group of `shard_ranks` ranks, and replicated across the groups. If `shard_ranks`
-    is None, parameters are sharded over all ranks.
-    """
-    ranks = dist.get_world_size()
-    if shard_ranks is None or shard_ranks == ranks:
-        return init_device_mesh(device().type, (ranks,))
-    assert ranks % shard_ranks == 0, "the config's validation requires that `shard_ranks` divides the number of ranks"
-    return init_device_mesh(device().type, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
+from workers.models.tensor_parallel import divide_layers
 
 
 def device() -> torch.device:
@@ -49,8 +38,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
-    """Shard a model over the ranks in place, with each decoder layer as a separate FSDP unit.
+def shard(model: PreTrainedModel, config: Config, *, same_rows: bool = True) -> PreTrainedModel:
+    """Divide and shard a model over the ranks in place, with each decoder layer as a separate FSDP unit.
 
     The model may be on the meta device if the caller loads the model's weights after the sharding. A model that needs
     neither sharding nor a change of dtype is not moved to another device. The sharding settings come from
@@ -58,41 +47,67 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     setting `model.dtype` is bfloat16, matrix products use bfloat16. The model's attribute `sequence` is set to the
     group of ranks that split the tokens of a pack, or to None if no ranks split a pack.
 
+    Args:
+        model: the model.
+        config: the complete config of the run.
+        same_rows: whether the ranks that `placement.ranks_per_pack` counts process the same rows. If each rank
+            processes different rows, the ranks do not divide the matrices of layers.
+
     Raises:
         ConfigError: the config enables CPU offload or compilation, but the ranks have no GPU.
     """
-    compute = getattr(torch, config.model.dtype)
+    compute, placement = getattr(torch, config.model.dtype), config.placement
     for key in ("cpu_offload", "compile"):
         if getattr(config.model, key) and device().type == "cpu":
             raise ConfigError(f"model.{key}=true: needs GPUs, but these ranks have none; use model.{key}=false")
-    vars(model)["sequence"] = sequence_group(config.placement.sequence_ranks, config.placement.context_ranks)
+    tensor_ranks = placement.tensor_ranks if same_rows else 1
+    vars(model)["sequence"] = sequence_group(placement.sequence_ranks, placement.context_ranks, placement.tensor_ranks)
     layers = decoder_layers(model)
     for layer in layers:
         prepare(layer, config.model)
     if dist.get_world_size() == 1 and compute == torch.float32 and not config.model.cpu_offload:
         return model  # on a single rank in float32, nothing needs to be sharded or converted
-    options: dict[str, Any] = {
-        "mesh": sharding_mesh(config.placement.shard_ranks),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
-    }
+    meshes = device_meshes(placement, device().type, tensor_ranks=tensor_ranks)
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)}
     if config.model.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
+    if meshes.tensor is not None:
+        divide_layers(model, meshes.tensor)
+    if meshes.experts is not None:
+        _shard_experts(model, meshes, options)
     for layer in layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)  # `fully_shard` changes `model` in place
+        fully_shard(layer, mesh=meshes.data, **options)
+    fully_shard(model, mesh=meshes.data, **options)  # `fully_shard` changes `model` in place
     return model
 
 
-def frozen(model: PreTrainedModel, config: Config, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def _shard_experts(model: PreTrainedModel, meshes: Meshes, options: dict[str, Any]) -> None:
+    """Divide the experts of a model over the ranks in place, and shard each rank's experts."""
+    assert meshes.experts is not None, "this mesh has no ranks that divide experts"
+    for experts in divide_experts(model, meshes.experts):
+        fully_shard(experts, mesh=meshes.expert_data, **options)
+
+
+def averaged_ranks(config: Config) -> int:
+    """Return the number of ranks over which FSDP averages gradients.
+
+    Ranks that divide the matrices of layers process the same rows and count once.
+    """
+    return dist.get_world_size() // config.placement.tensor_ranks
+
+
+def frozen(
+    model: PreTrainedModel, config: Config, dtype: torch.dtype | None = None, *, same_rows: bool = True
+) -> PreTrainedModel:
     """Freeze and shard, in place, a model that is never trained.
 
     The frozen weights are stored in `dtype`. If `dtype` is None, the frozen weights are stored in the dtype
-    `model.dtype`, in which the model computes.
+    `model.dtype`, in which the model computes. `same_rows` is passed on to `shard`.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(dtype or getattr(torch, config.model.dtype))
-    return shard(model, config)
+    return shard(model, config, same_rows=same_rows)
 
 
 @contextlib.contextmanager
@@ -160,8 +175,13 @@ class Optimizer:
     ) -> None:
         self.parameters, self.config, self.total_steps, self.steps = parameters, config, total_steps, 0
         self.max_skipped, self.skipped = max_skipped, 0  # `skipped` counts the consecutive skipped optimizer steps
+        self.by_mesh = _by_mesh(parameters)
         self.adamw = torch.optim.AdamW(
-            parameters, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay, fused=True
+            [{"params": group} for group in self.by_mesh],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
+            fused=True,
         )
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -210,7 +230,7 @@ class Optimizer:
             NumericsError: more than `max_skipped` consecutive optimizer steps were skipped. When `step` raises
                 NumericsError, the model still has the weights of the last optimizer step that was not skipped.
         """
-        norm = float(full(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)))
+        norm = self._clip()
         lr, skip = self.lr(), not (_on_all_ranks(finite) and math.isfinite(norm))
         self.skipped = self.skipped + 1 if skip else 0
         if trained and not skip:
@@ -227,6 +247,25 @@ class Optimizer:
                 "these samples, and lower the learning rate or the loss's clip ranges"
             )
         return {"grad_norm": norm, "lr": lr, "skipped": float(skip)}
+
+    def _clip(self) -> float:
+        """Scale the gradient down if its norm exceeds `config.max_grad_norm`, and return the norm before scaling."""
+        norms = []
+        for group in self.by_mesh:
+            gradients = [parameter.grad for parameter in group if parameter.grad is not None]
+            norms.append(full(nn.utils.get_total_norm(gradients)))
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        for group in self.by_mesh:
+            nn.utils.clip_grads_with_norm_(group, self.config.max_grad_norm, norm)
+        return float(norm)
+
+
+def _by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters by the ranks that hold them. PyTorch cannot combine tensors of different device meshes."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(groups.values())
 
 
 def _on_all_ranks(good: bool) -> bool:

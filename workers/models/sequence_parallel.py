@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rltrain.batch.token_arrays import NOT_RECORDED
+from workers.models.collectives import exchanged
 
 if TYPE_CHECKING:
     from workers.models.packed_forward import Pack
@@ -80,23 +81,23 @@ class Sequence:
 
 
 @functools.cache
-def sequence_group(sequence_ranks: int, context_ranks: int) -> Sequence | None:
-    """Return the group of neighbouring ranks that split the tokens of this rank's packs, or None without such a group.
+def sequence_group(sequence_ranks: int, context_ranks: int, tensor_ranks: int) -> Sequence | None:
+    """Return the ranks that split the tokens of this rank's packs, or None if this rank computes all tokens.
 
     For each pair of arguments, all training ranks must make their first call of `sequence_group` together.
 
     Args:
         sequence_ranks: number of ranks that exchange tokens for heads.
         context_ranks: number of chunks of a pack. Each chunk is split by `sequence_ranks` ranks.
+        tensor_ranks: number of neighbouring ranks that divide the matrices of a layer. They have the same tokens.
     """
-    size = sequence_ranks * context_ranks
-    if size == 1:
+    if sequence_ranks == context_ranks == 1:
         return None
-    mesh = torch.arange(dist.get_world_size()).view(-1, context_ranks, sequence_ranks)
+    mesh = torch.arange(dist.get_world_size()).view(-1, context_ranks, sequence_ranks, tensor_ranks)
     return Sequence(
-        all=_ranks(mesh.flatten(1).tolist()),
-        heads=_ranks(mesh.flatten(0, 1).tolist()),
-        chunks=_ranks(mesh.transpose(1, 2).flatten(0, 1).tolist()),
+        all=_ranks(mesh.permute(0, 3, 1, 2).reshape(-1, context_ranks * sequence_ranks).tolist()),
+        heads=_ranks(mesh.permute(0, 1, 3, 2).reshape(-1, sequence_ranks).tolist()),
+        chunks=_ranks(mesh.permute(0, 2, 3, 1).reshape(-1, context_ranks).tolist()),
     )
 
 
@@ -166,7 +167,7 @@ def _heads_of_chunk(tensor: Tensor, ranks: Ranks) -> Tensor:
     if heads % ranks.size:
         tensor = tensor.repeat_interleave(ranks.size // heads, dim=1)
     parts = tensor[0].unflatten(0, (ranks.size, -1))  # the shape of `parts` is (ranks, H', n, D)
-    received: Tensor = _AllToAll.apply(parts, ranks.group)  # type: ignore[no-untyped-call]  # part r of `received` came from rank r
+    received = exchanged(parts, ranks.group)  # part r of `received` came from rank r
     return received.transpose(0, 1).flatten(1, 2)[None]
 
 
@@ -194,7 +195,7 @@ def tokens_of_all_heads(tensor: Tensor, sequence: Sequence) -> Tensor:
     if ranks.size == 1:
         return padded[None]
     parts = padded.unflatten(0, (ranks.size, length))  # shape (ranks, n, H', D): one slice of n tokens for each rank
-    received: Tensor = _AllToAll.apply(parts, ranks.group)  # type: ignore[no-untyped-call]
+    received = exchanged(parts, ranks.group)
     return received.transpose(0, 1).flatten(1, 2)[None]
 
 
@@ -235,26 +236,6 @@ def of_all_tokens(values: Tensor, whole: "Pack", sequence: Sequence | None) -> T
     parts = [torch.empty_like(own) for _ in range(sequence.all.size)]
     dist.all_gather(parts, own, group=sequence.all.group)
     return torch.cat(parts)[: whole.input_ids.size(1)].to(values.dtype)
-
-
-class _AllToAll(torch.autograd.Function):
-    """All-to-all that sends part r of the first dimension to rank r, and sends gradients in the opposite direction."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _exchanged(parts, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(gradients[0], ctx.group), None
-
-
-def _exchanged(parts: Tensor, group: Any) -> Tensor:
-    parts = parts.contiguous()  # all_to_all_single requires contiguous memory
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return received
 
 
 class _GatherChunks(torch.autograd.Function):

@@ -283,7 +283,7 @@ def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
         first: whether this rank sends the tensors that are not sharded by rows.
     """
     if is_gathered(parameter):
-        whole = parameter.full_tensor()
+        whole = full(parameter)
         return (whole, 0) if first else None
     own = row_range(parameter, first)
     if own is None:
@@ -310,14 +310,16 @@ def is_gathered(parameter: Tensor) -> TypeGuard[DTensor]:
 def row_range(parameter: Tensor, first: bool) -> tuple[int, int] | None:
     """Return the index of the first row of a tensor that this rank sends, and the number of rows that this rank sends.
 
-    If this rank sends no row of the tensor, `row_range` returns None. If there are several replicas of the model, the
-    ranks of one replica send the tensors that are sharded by rows. A tensor that is not sharded by rows is sent by a
-    single rank, for which `first` is True. A tensor without dimensions counts as one row.
+    If this rank sends no row of the tensor, `row_range` returns None. If several groups of ranks hold copies of a
+    tensor, the ranks of one group send the tensors that are sharded by rows. A tensor that is not sharded by rows is
+    sent by a single rank, for which `first` is True. A tensor without dimensions counts as one row.
     """
     rows = parameter.size(0) if parameter.ndim else 1
     if not isinstance(parameter, DTensor) or is_gathered(parameter):
         return (0, rows) if first else None
     mesh, cut = parameter.device_mesh, _row_dimensions(parameter)
+    if 0 not in mesh.mesh:
+        return None  # Ranks that divide the matrices of layers hold copies of the other parameters. Rank 0 has a copy.
     if any(mesh.get_local_rank(dim) for dim in range(mesh.ndim) if dim not in cut):
         return None
     if not cut:

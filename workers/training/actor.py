@@ -30,7 +30,7 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.settings.algorithm_config import AlgorithmConfig, KLLossConfig
 from rltrain.settings.schema import Config
 from workers.cluster.progress import tick
-from workers.models.fsdp import Optimizer, device, full, shard, weights_device
+from workers.models.fsdp import Optimizer, averaged_ranks, device, full, shard, weights_device
 from workers.models.fused_head import logit_cap, logit_scale
 from workers.models.lora import adapt, first_adapter_values
 from workers.models.packed_forward import Pack, TeacherStates, microbatch, policy_output, row_pass, unpack
@@ -292,7 +292,7 @@ class ActorWorker:
                 mask = columns["response_mask"]
                 losses = supervised_loss(unpack(output.log_probs, columns["mask"]), mask)
                 mean = aggregate_loss(losses, mask, "token-mean", num_tokens=minibatch.num_tokens)
-                (self.config.algorithm.sft_coef * mean * torch.distributed.get_world_size()).backward()
+                (self.config.algorithm.sft_coef * mean * averaged_ranks(self.config)).backward()
                 result.supervised_loss += float(losses.detach().sum())
 
     def _step(self, result: UpdateResult, part: UpdateResult, tokens: int, *, trained: bool) -> None:
@@ -351,9 +351,9 @@ class ActorWorker:
             num_sequences=minibatch.num_sequences,
             max_response_length=self.config.rollout.max_response_length,
         )
-        # FSDP averages the gradients over the ranks, but the gradient of the whole mini-batch is the sum over the
-        # ranks. Multiplying the loss by the number of ranks turns the average of the gradients into the sum.
-        (loss * torch.distributed.get_world_size()).backward()
+        # FSDP averages the gradients over ranks, but the gradient of the whole mini-batch is the sum over these ranks.
+        # Multiplying the loss by their number turns the average of the gradients into the sum.
+        (loss * averaged_ranks(self.config)).backward()
         _add(result.losses, parts)
         _add(result.sums, sums)
         return columns

@@ -11,7 +11,7 @@ from rltrain.base import trace
 from rltrain.batch.data_proto import DataProto
 from rltrain.data.value_models import value_model
 from rltrain.settings.schema import Config
-from workers.models.fsdp import Optimizer, shard, weights_device
+from workers.models.fsdp import Optimizer, averaged_ranks, shard, weights_device
 from workers.models.loading import load_model, load_sample_layers
 from workers.models.packed_forward import Pack, microbatch, response_values, row_pass, unpack
 from workers.models.row_isolation import check_rows_apart
@@ -106,9 +106,9 @@ class CriticWorker:
             values, columns["values"], columns["returns"], mask, clip_range_value=self.config.critic.clip_range_value
         )
         loss = aggregate_loss(token_losses, mask, "token-mean", num_tokens=minibatch.num_tokens)
-        # The loss is multiplied by the number of ranks, because FSDP averages the gradients over the ranks, but the
-        # gradient of the whole mini-batch is the sum of the ranks' gradients.
-        (loss * torch.distributed.get_world_size()).backward()
+        # The loss is multiplied by the number of ranks over which FSDP averages the gradients, because the gradient of
+        # the whole mini-batch is the sum of these ranks' gradients.
+        (loss * averaged_ranks(self.config)).backward()
         result.losses["value_loss"] += float(loss.detach())
         for name, value in sums.items():
             result.sums[name] = result.sums.get(name, 0.0) + float(value)

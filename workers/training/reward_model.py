@@ -39,7 +39,7 @@ class RewardModelWorker:
             AutoModelForSequenceClassification,
             path,
             where=where,
-            arrange=functools.partial(frozen, config=config),
+            arrange=functools.partial(frozen, config=config, same_rows=False),
             device=weights_device(config.model),
         )
 

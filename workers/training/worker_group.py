@@ -36,9 +36,10 @@ class WorkerGroup(Generic[W_co]):
         ranks: handles of the role's workers, one for each rank.
         work: estimator of the amount of computation that the role's model needs for a row. If `work` is None, each rank
             gets about the same number of tokens.
-        ranks_per_pack: number of neighbouring ranks that split the tokens of each pack (sequence and context
-            parallelism). The ranks that split a pack get the same rows and return the same results. A pack can hold up
-            to `ranks_per_pack` times as many tokens as one rank can process.
+        ranks_per_pack: number of neighbouring ranks that process each pack together. They get the same rows and return
+            the same results.
+        token_ranks: number of ranks that split the tokens of each pack (sequence and context parallelism). A pack can
+            hold up to `token_ranks` times as many tokens as one rank can process.
         shared: registry of the batches' rows and columns that are already in Ray's object store. Several worker groups
             can use the same `SharedColumns` object. If `shared` is None, the worker group creates its own
             `SharedColumns` object.
@@ -51,11 +52,12 @@ class WorkerGroup(Generic[W_co]):
         work: RowWork | None = None,
         *,
         ranks_per_pack: int = 1,
+        token_ranks: int = 1,
         shared: SharedColumns | None = None,
         share_prefixes: bool = True,
     ) -> None:
         self.ranks, self.work, self.ranks_per_pack = list(ranks), work or RowWork(), ranks_per_pack
-        self.share_prefixes = share_prefixes
+        self.token_ranks, self.share_prefixes = token_ranks, share_prefixes
         self.shared = shared or SharedColumns()
 
     @property
@@ -94,7 +96,7 @@ class WorkerGroup(Generic[W_co]):
         parts = split_rows(
             [lengths[row] for row in chosen],
             self.size,
-            max_tokens * self.ranks_per_pack,
+            max_tokens * self.token_ranks,
             work=[work[row] for row in chosen],
             starts=starts if starts is None or only is None else starts.of(only),
         )
@@ -197,7 +199,7 @@ class WorkerGroup(Generic[W_co]):
             the overhead that is caused by splitting the mini-batches over the ranks.
         """
         lengths, work, starts = self.costs(batch)
-        tokens = max_tokens * self.ranks_per_pack
+        tokens = max_tokens * self.token_ranks
         by_rank = split_minibatches(batch, lengths, minibatches, self.size, tokens, work=work, starts=starts)
         read = [rows_read([rows for one in own for rows in one.microbatches], lengths) for own in by_rank]
         shares = await self._shares(shared, batch, columns, read)
@@ -216,15 +218,15 @@ class WorkerGroup(Generic[W_co]):
         return await shared.kept.added(shares, self.ranks, batch, columns)
 
     def _split(self, parts: Sequence[R]) -> list[R]:
-        """Return the part of each rank. Ranks that split a pack's tokens together get the same part."""
+        """Return the part of each rank. Ranks that process the same packs get the same part."""
         return [parts[number // self.ranks_per_pack] for number in range(len(self.ranks))]
 
     def _together(self, place: int) -> Sequence[Role[W_co]]:
-        """Return the ranks that split the same packs."""
+        """Return the ranks that process the same packs."""
         return self.ranks[place * self.ranks_per_pack : (place + 1) * self.ranks_per_pack]
 
     async def _collect(self, pending: Sequence[Pending[R]]) -> list[R]:
-        """Wait for the results of all ranks, and return one result for each set of ranks that split the same packs."""
+        """Wait for all ranks, and return one result for each set of ranks that process the same packs."""
         return (await results(pending, depends_on=self.shared.kept.processes))[:: self.ranks_per_pack]
 
     def costs(self, batch: DataProto) -> tuple[list[int], list[int], SharedStarts | None]:

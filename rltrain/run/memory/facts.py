@@ -50,12 +50,17 @@ def shape_of(path: str, kind: Any = None) -> ModelShape:
         kind: the transformers Auto class that builds the model; by default, `AutoModelForCausalLM`.
     """
     from rltrain.data.model_weights import skeleton
+    from workers.models.expert_parallel import expert_modules
     from workers.models.fsdp import decoder_layers
+    from workers.models.tensor_parallel import divided_matrices
 
     model = skeleton(path, kind)
     config = model.config.get_text_config()
     sizes = [parameter.numel() for parameter in model.parameters()]
-    layers = [sum(one.numel() for one in layer.parameters()) for layer in decoder_layers(model)]
+    decoder = decoder_layers(model)
+    layers = [_elements(layer) for layer in decoder]
+    experts = {id(module): _elements(module) for module in expert_modules(model)}
+    divided = {id(module): _elements(module) for module, _ in divided_matrices(model)}
     names = [name for name, _ in model.named_parameters()]
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -74,7 +79,19 @@ def shape_of(path: str, kind: Any = None) -> ModelShape:
         norms_heads=any(name.endswith("q_norm.weight") for name in names),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         capped=getattr(config, "attn_logit_softcapping", None) is not None or any("sinks" in name for name in names),
+        divisible=max((_among(divided, layer) for layer in decoder), default=0),
+        experts=max((_among(experts, layer) for layer in decoder), default=0),
     )
+
+
+def _elements(module: Any) -> int:
+    """Return the number of parameters of a module."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _among(sizes: dict[int, int], layer: Any) -> int:
+    """Return the sum of the sizes of those modules of a layer whose ids are in `sizes`."""
+    return sum(sizes.get(id(module), 0) for module in layer.modules())
 
 
 def _feed_forward(config: Any) -> int:

@@ -30,6 +30,8 @@ class ModelShape:
         norms_heads: whether queries and keys are normalised.
         tied: whether the output head and the input embedding share one weight matrix.
         capped: whether the attention has soft caps or sinks.
+        divisible: number of parameters of the largest decoder layer that tensor parallelism divides.
+        experts: number of parameters of the experts of the largest decoder layer.
     """
 
     parameters: int
@@ -46,6 +48,8 @@ class ModelShape:
     norms_heads: bool = False
     tied: bool = False
     capped: bool = False
+    divisible: int = 0
+    experts: int = 0
 
     @property
     def head(self) -> int:

@@ -1,7 +1,7 @@
 """The memory of a training rank: parameters, gradients, optimizer states, gathered layers and activations."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rltrain.batch.row_costs import KEYS
 from rltrain.run.memory.parts import (
@@ -192,6 +192,10 @@ class RankMemory:
         self.config, self.roles, self.limits, self.on_gpu = config, roles, limits, on_gpu
         placement = config.placement
         self.shards = placement.shard_ranks or placement.actor_ranks
+        self.tensor, self.experts = placement.tensor_ranks, placement.expert_ranks
+        # Ranks that divide the matrices of layers process the same rows. Ranks that split a row count as if each had
+        # whole rows of its own.
+        self.batches = placement.actor_ranks // placement.tensor_ranks
         self.compute = WIDTHS[config.model.dtype]
         # A single rank in float32 without CPU offload computes with the stored parameters, so FSDP gathers no copies.
         self.gathers = placement.actor_ranks > 1 or config.model.dtype != "float32" or config.model.cpu_offload
@@ -225,8 +229,8 @@ class RankMemory:
 
     def states(self, phase: str) -> list[Part]:
         """Return the memory that a rank keeps permanently. In the phase `START`, there are no optimizer states yet."""
-        weights = sum(role.shape.parameters * role.width + _extra(role) for role in self.roles) / self.shards
-        moments = sum(role.trained for role in self.roles) * MOMENTS / self.shards
+        weights = sum(self.stored(role) * (role.shape.parameters * role.width + _extra(role)) for role in self.roles)
+        moments = sum(self.stored(role) * role.trained for role in self.roles) * MOMENTS
         parts = [Part("parameters", weights, self.more_ranks)]
         if heads := sum(role.other_heads for role in self.roles):
             parts.append(Part("output heads of other models", heads * self.compute))
@@ -249,14 +253,30 @@ class RankMemory:
         """
         samples = []
         for role in self.roles:
-            shard = 0 if self.on_gpu else role.shape.parameters * role.width / self.shards
+            shard = 0 if self.on_gpu else role.shape.parameters * role.width * self.stored(role)
             samples.append((role.shape.outside + role.shape.layer) * MASTER - shard)
         return Part("layers for the check of packed rows", max(0, *samples))
 
     def gathered(self, role: RoleMemory) -> Part:
         """Return the memory of gathered parameters: FSDP gathers two layers and all parameters outside the layers."""
-        size = (role.shape.outside + 2 * role.shape.layer) * self.compute if self.gathers else 0
+        size = (role.shape.outside + 2 * self.layer(role)) * self.compute if self.gathers else 0
         return Part("gathered parameters", size)
+
+    def stored(self, role: RoleMemory) -> float:
+        """Return the share of a model's parameters that a rank stores.
+
+        Tensor parallelism divides only some matrices of a layer. FSDP shards all other parameters over those ranks that
+        do not differ in their part of the matrices.
+        """
+        shape = role.shape
+        divided = shape.layers * shape.divisible / shape.parameters
+        return (divided + (1 - divided) * self.tensor) / self.shards
+
+    def layer(self, role: RoleMemory) -> float:
+        """Return the number of elements of a gathered decoder layer, of which a rank has its part of the matrices."""
+        shape = role.shape
+        whole = shape.layer - shape.divisible - shape.experts
+        return whole + shape.divisible / self.tensor + shape.experts / self.experts
 
     def forward(self, role: RoleMemory) -> list[Part]:
         """Return the memory that a forward pass without gradients needs."""
@@ -280,8 +300,8 @@ class RankMemory:
         """
         shape, full = role.shape, role.trained >= role.shape.parameters
         head = Part("gradient of the head", shape.head * self.compute if full and role.has_head else 0)
-        own = Part("gradients", role.trained * GRADIENT / self.shards, self.more_ranks)
-        layer = shape.layer * (self.compute + GRADIENT) if self.gathers and full else 0
+        own = Part("gradients", role.trained * GRADIENT * self.stored(role), self.more_ranks)
+        layer = self.layer(role) * (self.compute + GRADIENT) if self.gathers and full else 0
         reduced = [Part("gradients of a layer", layer)] if layer else []
         activations = Part("activations", self.activations(role), self.fewer(role))
         chunk = [self.chunk(role)] if role.has_head else []
@@ -295,14 +315,26 @@ class RankMemory:
     def activations(self, role: RoleMemory) -> float:
         """Return the bytes of the activations that a forward pass keeps for the backward pass."""
         kernel = self.on_gpu and not role.shape.capped
-        layer, tokens = saved_bytes(role.shape, self.compute, kernel=kernel, keys=0), self.tokens(role)
+        of_rank = self.divided(role.shape)
+        layer, tokens = saved_bytes(of_rank, self.compute, kernel=kernel, keys=0), self.tokens(role)
         # With context parallelism, the queries of the last chunk can attend to the keys of all chunks.
         keys = self.config.placement.context_ranks * self.keys(role)
-        of_layer = tokens * layer + 2 * keys * role.shape.keys * self.compute
+        of_layer = tokens * layer + 2 * keys * of_rank.keys * self.compute
         of_head = role.shape.hidden * (3 * MASTER + self.compute)
         if not self.config.model.activation_checkpointing:
             return role.shape.layers * of_layer + tokens * of_head
         return of_layer + tokens * (role.shape.layers * role.shape.hidden * self.compute + of_head)
+
+    def divided(self, shape: ModelShape) -> ModelShape:
+        """Return the sizes of the model, with the widths of the heads and feed-forward entries that one rank has."""
+        if self.tensor == 1 or not shape.divisible:
+            return shape
+        return replace(
+            shape,
+            queries=shape.queries // self.tensor,
+            keys=shape.keys // self.tensor,
+            feed_forward=shape.feed_forward // (1 if shape.experts else self.tensor),
+        )
 
     def scores(self, role: RoleMemory) -> Part:
         """Return the peak memory of materialised attention scores, and of the biases that are added to scores.
@@ -354,7 +386,7 @@ class RankMemory:
     def _of_step(self, width: int) -> Part:
         """Return the memory of `width` elements for each response token that the rank processes in a step."""
         config = self.config
-        rows = -(-config.trainer.prompts_per_step * config.rollout.samples_per_prompt // config.placement.actor_ranks)
+        rows = -(-config.trainer.prompts_per_step * config.rollout.samples_per_prompt // self.batches)
         size = rows * config.rollout.max_response_length * width * self.compute
         return Part("hidden states of a step", size, self.more_ranks)
 
@@ -396,7 +428,7 @@ class RankMemory:
         If the ranks cannot get equal numbers of groups, a group's rows are divided over several ranks, and each of
         these ranks computes the group's prompt.
         """
-        ranks, groups = self.config.placement.actor_ranks, self.config.trainer.prompts_per_minibatch
+        ranks, groups = self.batches, self.config.trainer.prompts_per_minibatch
         rows = -(-groups * self.config.rollout.samples_per_prompt // ranks)
         if self._group()[2] == 1:
             return rows, rows
@@ -428,16 +460,17 @@ class RankMemory:
             return []
         largest = actor.shape.largest * self.compute
         if self.on_gpu:
-            return [Part("sync buckets", largest / self.shards)]
+            # A tensor that ranks divide and FSDP shards is gathered before it is sent.
+            return [Part("sync buckets", largest / (self.shards if self.tensor == self.experts == 1 else 1))]
         file = self.limits.buckets * max(self.limits.bucket_bytes, largest)
         return [Part("sync buckets", min(file, actor.shape.parameters * self.compute))]
 
     def saving(self) -> list[Part]:
         """Return the memory needed to save a checkpoint: copies of the training state, and exported tensors."""
-        trained = sum(role.trained for role in self.roles)
+        trained = sum(role.trained * self.stored(role) for role in self.roles)
         largest = max(role.shape.largest for role in self.roles)
         return [
-            Part("copies for the checkpoint", trained * (MASTER + MOMENTS) / self.shards, self.more_ranks),
+            Part("copies for the checkpoint", trained * (MASTER + MOMENTS), self.more_ranks),
             Part("export", EXPORT_COPIES * largest * MASTER),
         ]
 

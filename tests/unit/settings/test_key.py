@@ -47,6 +47,8 @@ CHANGEABLE = {
     "placement.reward_workers",
     "placement.rollout_replicas",
     "placement.context_ranks",
+    "placement.expert_ranks",
+    "placement.tensor_ranks",
     "placement.sequence_ranks",
     "placement.shard_ranks",
     "placement.share_ranks",

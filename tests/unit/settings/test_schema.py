@@ -294,18 +294,45 @@ def test_top_p_and_top_k_are_allowed_where_nothing_needs_the_engines_log_probs_a
     assert not compose([])[0].rollout.is_restricted
 
 
-@pytest.mark.parametrize("name", ["shard_ranks", "sequence_ranks", "context_ranks"])
-@pytest.mark.parametrize("value", [0, 3])
-def test_ranks_that_share_a_model_or_a_row_must_divide_the_actors_ranks(name, value):
-    with pytest.raises(ConfigError, match=f"{name}={value}.* is no positive divisor of actor_ranks=4"):
-        compose(["placement.actor_ranks=4", f"placement.{name}={value}"])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["shard_ranks=0"], "shard_ranks=0 is no positive divisor of actor_ranks=4"),
+        (["shard_ranks=3"], "shard_ranks=3 is no positive divisor of actor_ranks=4"),
+        (["sequence_ranks=0"], "sequence_ranks=0 is below 1"),
+        (["expert_ranks=0"], "expert_ranks=0 is below 1"),
+        (["context_ranks=3"], "context_ranks=3: 3 ranks process each packed sequence together"),
+        (["tensor_ranks=3"], "tensor_ranks=3: 3 ranks process each packed sequence together"),
+        (
+            ["sequence_ranks=2", "context_ranks=2", "tensor_ranks=2"],
+            r"sequence_ranks=2 \* context_ranks=2 \* tensor_ranks=2: 8 ranks process .* no divisor of actor_ranks=4",
+        ),
+        (["expert_ranks=3"], "expert_ranks=3 .* tensor_ranks=1 = 3 is no divisor of the 4 ranks .* raise actor_ranks"),
+        (["shard_ranks=2", "expert_ranks=4"], "is no divisor of the 2 ranks .* raise shard_ranks"),
+    ],
+    ids=str,
+)
+def test_ranks_that_divide_rows_or_layers_must_divide_the_actors_ranks(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        compose(["placement.actor_ranks=4", *(f"placement.{one}" for one in overrides)])
 
 
-def test_the_ranks_that_share_a_packed_row_are_a_product():
-    split = ["placement.sequence_ranks=2", "placement.context_ranks=2"]
-    assert compose(["placement.actor_ranks=8", *split])[0].placement.ranks_per_pack == 4
-    with pytest.raises(ConfigError, match=r"context_ranks=2 with sequence_ranks=2: .* of actor_ranks=2"):
-        compose(["placement.actor_ranks=2", *split])
+def test_the_ranks_that_process_a_packed_row_together_are_a_product():
+    divided = ["placement.sequence_ranks=2", "placement.context_ranks=2", "placement.tensor_ranks=2"]
+    placement = compose(["placement.actor_ranks=16", *divided])[0].placement
+    assert (placement.token_ranks, placement.ranks_per_pack) == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.lora={rank:4}", "placement.tensor_ranks=2 with model.lora"),
+        ("model.compile=true", "placement.tensor_ranks=2 and placement.expert_ranks=1 with model.compile=true"),
+    ],
+)
+def test_ranks_cannot_divide_layers_with_adapters_or_compiled_layers(override, message):
+    with pytest.raises(ConfigError, match=message):
+        compose(["placement.actor_ranks=2", "placement.tensor_ranks=2", override])
 
 
 def test_a_range_of_replicas_is_the_minimum_and_the_maximum():

@@ -153,6 +153,33 @@ def test_sharded_ranks_divide_the_states_and_gather_two_layers():
     assert sizes(rank("placement.actor_ranks=4", "placement.shard_ranks=2").device("generate"))["parameters"] == 480
 
 
+def test_ranks_that_divide_matrices_store_and_gather_their_part():
+    """Of the 100 parameters of a layer, 80 are divided by two ranks. The layer's other 20 parameters are not."""
+    shape = replace(SHAPE, divisible=80)
+    divided = rank("placement.actor_ranks=4", "placement.tensor_ranks=2", shape=shape)
+    actor = divided.roles[0]
+    assert sizes(divided.states("start"))["parameters"] == pytest.approx((160 / 4 + 80 / 2) * 4)
+    assert divided.gathered(actor).size == (40 + 2 * (20 + 80 / 2)) * 4
+    # Queries, keys and entries of the feed-forward layer are halved; the inputs and outputs of the norms are not.
+    tokens = divided.tokens(actor)
+    assert divided.divided(shape) == replace(shape, queries=2, keys=1, feed_forward=4)
+    of_layer = 24 + (3 * 2 + 2 * 1) + 4 * 4
+    assert divided.activations(actor) == tokens * 4 * (2 * of_layer + 4 * 4)
+
+
+def test_ranks_that_divide_experts_gather_their_experts():
+    divided = rank("placement.actor_ranks=4", "placement.expert_ranks=2", shape=replace(SHAPE, experts=60))
+    assert divided.gathered(divided.roles[0]).size == (40 + 2 * (40 + 60 / 2)) * 4
+    assert sizes(divided.states("start"))["parameters"] == 240 * 4 / 4
+
+
+def test_with_context_parallelism_the_last_chunk_can_read_the_keys_of_all_chunks():
+    budget = ("placement.actor_ranks=2", "actor.max_tokens_per_microbatch=8")
+    alone, divided = rank(*budget), rank(*budget, "placement.context_ranks=2")
+    more = divided.activations(divided.roles[0]) - alone.activations(alone.roles[0])
+    assert more == 2 * 2 * alone.keys(alone.roles[0]) * 2 * 4  # layers x (keys, values) x keys x width x bytes
+
+
 def test_a_sample_of_the_model_counts_at_the_start_if_it_is_larger_than_the_shard():
     sample = (40 + 100) * 4
     assert sizes(rank("placement.actor_ranks=4").device("start")) == {
@@ -414,3 +441,6 @@ def test_the_shape_of_a_model_is_read_from_its_config():
     assert shape.parameters == 2 * shape.layer + shape.outside
     assert shape.head == shape.outside - 128  # The last norm has 128 parameters outside the layers.
     assert shape.largest == 128 * 384
+    attention, feed_forward = 2 * 128 * 128 + 2 * 128 * 64, 3 * 128 * 384
+    assert shape.divisible == attention + feed_forward + (128 + 64 + 64)  # the biases of queries, keys and values
+    assert shape.experts == 0

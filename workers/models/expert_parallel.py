@@ -1,0 +1,74 @@
+"""Expert parallelism: ranks divide the experts of a mixture of experts (GShard, arXiv:2006.16668).
+
+Each rank processes its own rows, and holds an equal part of the experts of each layer. A layer sends each token to the
+ranks that hold the token's experts, computes the experts there, and sends the results back.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import PreTrainedModel
+
+from workers.models.collectives import exchanged, gradients_scaled
+from workers.models.tensor_parallel import replaced_parameters
+
+
+def expert_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of the experts of all layers: modules whose parameters have one entry per expert."""
+    for module in model.modules():
+        count, own = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+        # The weight of a router is a matrix with one row per expert, and is not divided.
+        if isinstance(count, int) and any(one.ndim > 2 for one in own) and all(len(one) == count for one in own):
+            yield module
+
+
+def divide_experts(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
+    """Divide the experts of all layers over the ranks of `mesh`, in place, and return the modules of the experts."""
+    found = list(expert_modules(model))
+    for module in found:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            sharded = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
+            setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        module.num_experts = int(module.num_experts) // mesh.size()  # type: ignore[arg-type,assignment]
+        _dispatch(module, mesh)
+    return found
+
+
+def _dispatch(module: Any, mesh: DeviceMesh) -> None:
+    """Let the experts of a layer compute the tokens of all ranks of `mesh`, by sending tokens to the experts' ranks."""
+    experts, group, size, count = module.forward, mesh.get_group(), mesh.size(), module.num_experts
+
+    def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of expert outputs (n, H) of n tokens, given k experts (n, k) and weights of each."""
+        flat = chosen.reshape(-1)
+        order = flat.argsort(stable=True)
+        tokens = order // chosen.size(1)
+        sent = torch.bincount(flat // count, minlength=size)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        gives, takes = sent.tolist(), received.tolist()
+        numbers = exchanged(flat[order] % count, group, gives, takes)
+        arrived = exchanged(hidden[tokens], group, gives, takes)
+        # FSDP averages the gradients of experts over fewer ranks than those of the other parameters, by the factor
+        # `size`, because the experts compute the tokens of all ranks of `mesh`.
+        parameters = module.named_parameters(recurse=False)
+        own = {name: gradients_scaled(_local(one), 1 / size) for name, one in parameters}
+        with replaced_parameters(module, own):
+            computed = experts(arrived, numbers[:, None], torch.ones_like(numbers[:, None], dtype=weights.dtype))
+        if not len(numbers):
+            # All ranks must take part in the backward pass, also a rank whose experts computed no token.
+            computed = arrived * sum(0 * tensor.sum() for tensor in own.values())
+        returned = exchanged(computed, group, takes, gives)
+        weighted = returned * weights.reshape(-1)[order][:, None]
+        return torch.zeros_like(hidden).index_add(0, tokens, weighted.to(hidden.dtype))
+
+    module.forward = forward
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
