@@ -29,6 +29,7 @@ SPLITS = [
     (2, 40, []),
     (2, 40, ["placement.sequence_ranks=2"]),
     (2, 40, ["placement.context_ranks=2"]),
+    (2, 40, ["placement.tensor_ranks=2"]),
     (2, 8192, ["placement.share_ranks=false"]),
 ]
 

@@ -86,6 +86,7 @@ async def one_rank(ray_here, start):
         (2, True, []),
         (4, False, ["placement.shard_ranks=2"]),
         (2, False, ["placement.sequence_ranks=2"]),
+        (2, False, ["placement.tensor_ranks=2"]),
     ],
 )
 async def test_A2_an_average_is_the_same_on_any_number_of_ranks_and_in_processes_of_its_own(

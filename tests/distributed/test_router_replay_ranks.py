@@ -81,6 +81,7 @@ async def one_rank(request, ray_here, mixture):
         (2, []),
         (2, ["placement.sequence_ranks=2", "actor.max_tokens_per_microbatch=20"]),
         (2, ["placement.context_ranks=2", "actor.max_tokens_per_microbatch=20"]),
+        (2, ["placement.expert_ranks=2"]),
         (2, ["model.activation_checkpointing=true", "actor.max_tokens_per_microbatch=40"]),
     ],
 )

@@ -1,7 +1,7 @@
 """Measure what presets learn over three seeds, and write the results to config/algorithm/README.md.
 
     python -m tests.learning presets [NAME ...] [--jobs 2]   # all presets, or the named ones
-    python -m tests.learning claims [NAME ...] [--jobs 2]    # distillation, pools, vapo
+    python -m tests.learning claims [NAME ...] [--jobs 2]    # all comparisons, or the named ones
 
 Complete runs are kept in build/learning and are not repeated. Remove this folder after a change of the code.
 """

@@ -56,7 +56,7 @@ def write(results: dict[str, list[Outcome]], output: Path) -> None:
     rows, after = table.split("\n\n", 1)
     found = {line.split("|")[1].strip(" `"): line for line in rows.splitlines()[2:]}
     for name, outcomes in results.items():
-        sampled = spread([max(outcome.sampled.items())[1] for outcome in outcomes])
+        sampled = spread([outcome.last for outcome in outcomes])
         greedy = spread([max(outcome.greedy.items())[1] for outcome in outcomes])
         used = " ".join(setting for setting in settings_of(name, output) if setting != f"algorithm={name}")
         used = used.replace(str(output), "OUT")

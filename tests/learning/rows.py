@@ -1,4 +1,4 @@
-"""Training data in which most prompts teach nothing: `data.train=tests/learning/rows.py:mixed`."""
+"""Training data for comparisons of methods, as in `data.train=tests/learning/rows.py:mixed`."""
 
 from collections.abc import Iterator
 from random import Random
@@ -6,6 +6,7 @@ from random import Random
 from rltrain.tasks import TASKS
 
 PROMPTS = 1024
+FEW = 64
 TRIVIAL, IMPOSSIBLE = 0.5, 0.25  # shares of the prompts
 
 
@@ -26,3 +27,8 @@ def mixed(seed: int) -> Iterator[dict[str, str]]:
             yield {"prompt": row["prompt"], "answer": "none"}
         else:
             yield row
+
+
+def few(seed: int) -> Iterator[dict[str, str]]:
+    """Yield `FEW` prompts of the task `median`."""
+    yield from TASKS["median"].prompts("train", seed, FEW)

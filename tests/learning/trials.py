@@ -48,6 +48,11 @@ class Outcome:
     sampled: dict[int, float]
     greedy: dict[int, float]
 
+    @property
+    def last(self) -> float:
+        """Return the sampled accuracy after training."""
+        return max(self.sampled.items())[1]
+
     def steps_to(self, goal: float) -> float:
         """Return the first evaluated step at which the sampled accuracy is at least `goal`, or infinity."""
         return next((float(step) for step, accuracy in sorted(self.sampled.items()) if accuracy >= goal), math.inf)
@@ -88,7 +93,7 @@ def run_one(trial: Trial, output: Path) -> Outcome:
         if done.returncode:
             raise RuntimeError(f"{trial.name}, seed {trial.seed}: {(done.stdout + done.stderr)[-800:]}")
     outcome = read(folder)
-    sys.stderr.write(f"{trial.name}, seed {trial.seed}: {max(outcome.sampled.items())[1]:.1%}\n")
+    sys.stderr.write(f"{trial.name}, seed {trial.seed}: {outcome.last:.1%}\n")
     return outcome
 
 

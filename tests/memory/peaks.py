@@ -83,12 +83,14 @@ def phases(config: Config, path: str, ranks: int) -> Iterator[tuple[str, Callabl
     """Yield the name of each phase, and a function that runs the phase. The first update creates optimizer states."""
     made: list[ActorWorker] = []
     yield "start", lambda: made.append(ActorWorker(config, path))
-    (actor,), count = made, config.sequences_per_step // ranks
+    together = config.placement.ranks_per_pack
+    (actor,), count = made, config.sequences_per_step * together // ranks
     batch = rows_of(config, count, actor.model.config.vocab_size)
     lengths, starts = row_tokens(batch).tolist(), shared_starts(batch)
-    (lists,) = assign_minibatch(lengths, list(range(count)), 1, config.actor.max_tokens_per_microbatch, starts=starts)
-    tokens = count * ranks * config.rollout.max_response_length
-    minibatch = Minibatch(lists, tokens, count * ranks)
+    budget = config.actor.max_tokens_per_microbatch * config.placement.token_ranks
+    (lists,) = assign_minibatch(lengths, list(range(count)), 1, budget, starts=starts)
+    tokens = config.sequences_per_step * config.rollout.max_response_length
+    minibatch = Minibatch(lists, tokens, config.sequences_per_step)
 
     def log_probs() -> None:
         nonlocal batch

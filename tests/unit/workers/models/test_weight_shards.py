@@ -58,12 +58,11 @@ def test_groups_keep_the_order_of_the_weights_and_are_of_limited_size(monkeypatc
 
 
 def test_a_shard_shares_the_memory_of_its_weight_and_is_gathered_again(process_group):
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from workers.models.fsdp import sharding_mesh
-
     whole = torch.arange(6.0).view(3, 2)
-    sharded = distribute_tensor(whole.clone(), sharding_mesh(None), [Shard(0)])
+    sharded = distribute_tensor(whole.clone(), init_device_mesh("cpu", (1,)), [Shard(0)])
     shard = local_shard(sharded)
     assert torch.equal(whole_of(shard, sharded), whole)
     shard += 1
