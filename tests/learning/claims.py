@@ -58,19 +58,25 @@ def few_prompts(output: Path, jobs: int) -> Iterator[str]:
         *over_seeds("few-w_reinforce", SEEDS, "algorithm=w_reinforce", *shared),
         *over_seeds("few-grpo", SEEDS, *shared),
     ]
-    yield from accuracies(trials, output, jobs)
+    for name, outcomes in run_all(trials, output, jobs).items():
+        each = ", ".join(f"{outcome.last:.1%}" for outcome in outcomes)
+        yield f"{name}: {spread([outcome.last for outcome in outcomes])} (seeds 0, 1, 2: {each})"
 
 
-def single_updates(output: Path, jobs: int) -> Iterator[str]:
-    """Compare `grpo_s` and NSR, which do not limit the update, with `grpo`, with one optimizer step for each answer."""
-    shared = ("trainer.total_steps=60", "trainer.prompts_per_minibatch=64")
+def repeated_prompts(output: Path, jobs: int) -> Iterator[str]:
+    """Compare NSR with `grpo` on data with only 16 prompts: accuracy, and prompts solved by one of four answers."""
+    shared = (
+        *own_rows("fewer"), "trainer.total_steps=60", "trainer.prompts_per_step=16", "trainer.prompts_per_minibatch=16",
+        "rollout.samples_per_prompt=16",
+    )  # fmt: skip
     nsr = ("algorithm=w_reinforce", "algorithm.advantage.positive_weight=0")
-    trials = [
-        *over_seeds("single-grpo_s", SEEDS, "algorithm=grpo_s", *shared),
-        *over_seeds("single-NSR", SEEDS, *nsr, *shared),
-        *over_seeds("single-grpo", SEEDS, *shared),
-    ]
-    yield from accuracies(trials, output, jobs)
+    trials = [*over_seeds("repeated-NSR", SEEDS, *nsr, *shared), *over_seeds("repeated-grpo", SEEDS, *shared)]
+    for name, outcomes in run_all(trials, output, jobs).items():
+        for what, values in (
+            ("accuracy", [outcome.last for outcome in outcomes]),
+            ("solved by one of four answers", [max(outcome.solved.items())[1] for outcome in outcomes]),
+        ):
+            yield f"{name}: {what}: {spread(values)} (seeds 0, 1, 2: {', '.join(f'{one:.1%}' for one in values)})"
 
 
 def vapo(output: Path, jobs: int) -> Iterator[str]:
@@ -99,13 +105,6 @@ def own_rows(name: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def accuracies(trials: list[Trial], output: Path, jobs: int) -> Iterator[str]:
-    """Run trials, and yield for each name the sampled accuracy after training."""
-    for name, outcomes in run_all(trials, output, jobs).items():
-        each = ", ".join(f"{outcome.last:.1%}" for outcome in outcomes)
-        yield f"{name}: {spread([outcome.last for outcome in outcomes])} (seeds 0, 1, 2: {each})"
-
-
 def steps_to(outcomes: list[Outcome], goal: float) -> str:
     """Return the steps until `goal` of each outcome, separated by commas."""
     return ", ".join(f"{outcome.steps_to(goal):.0f}" for outcome in outcomes)
@@ -115,6 +114,6 @@ CLAIMS: dict[str, Callable[[Path, int], Iterator[str]]] = {
     "distillation": distillation,
     "few_prompts": few_prompts,
     "pools": pools,
-    "single_updates": single_updates,
+    "repeated_prompts": repeated_prompts,
     "vapo": vapo,
 }

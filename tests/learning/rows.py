@@ -5,8 +5,8 @@ from random import Random
 
 from rltrain.tasks import TASKS
 
-PROMPTS = 1024
-FEW = 64
+PROMPTS = 8192
+FEW, FEWER = 64, 16
 TRIVIAL, IMPOSSIBLE = 0.5, 0.25  # shares of the prompts
 
 
@@ -32,3 +32,8 @@ def mixed(seed: int) -> Iterator[dict[str, str]]:
 def few(seed: int) -> Iterator[dict[str, str]]:
     """Yield `FEW` prompts of the task `median`."""
     yield from TASKS["median"].prompts("train", seed, FEW)
+
+
+def fewer(seed: int) -> Iterator[dict[str, str]]:
+    """Yield `FEWER` prompts of the task `median`."""
+    yield from TASKS["median"].prompts("train", seed, FEWER)

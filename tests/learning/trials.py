@@ -43,10 +43,13 @@ class Outcome:
     Attributes:
         sampled: Mean accuracy of sampled answers to the held-out prompts, by the number of training steps before it.
         greedy: Accuracy of greedy answers to the held-out prompts, by the number of training steps before it.
+        solved: Share of the held-out prompts with at least one correct answer among the four sampled answers, by the
+            number of training steps before it.
     """
 
     sampled: dict[int, float]
     greedy: dict[int, float]
+    solved: dict[int, float]
 
     @property
     def last(self) -> float:
@@ -103,6 +106,7 @@ def read(folder: Path) -> Outcome:
     return Outcome(
         {int(row["step"]): row["eval/sampled_accuracy"] for row in evaluations},
         {int(row["step"]): row["eval/greedy_accuracy"] for row in evaluations},
+        {int(row["step"]): row["eval/sampled_pass_at_4"] for row in evaluations},
     )
 
 

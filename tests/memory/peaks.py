@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rltrain.batch.contexts import row_tokens
 from rltrain.batch.data_proto import DataProto, jagged
@@ -117,11 +118,14 @@ def sync(actor: ActorWorker, *, shares: bool) -> None:
 
 
 def save(actor: ActorWorker) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        actor.save_state(folder)
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared)  # all ranks write into the folder of rank 0
+        actor.save_state(shared[0])
         while (found := actor.saved_state()) is None:
             time.sleep(0.01)
         assert found.error == "", found.error
+        dist.barrier()
 
 
 if __name__ == "__main__":

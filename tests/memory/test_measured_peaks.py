@@ -36,21 +36,34 @@ MODELS = {
          "model.activation_checkpointing=true"],
     ),
 }  # fmt: skip
-# Models whose layers or rows are divided by two ranks.
-LAYOUTS = {
-    "two copies of all matrices": ("24M", []),
-    "tensor": ("24M", ["placement.tensor_ranks=2"]),
-    "sequence": ("24M", ["placement.sequence_ranks=2"]),
-    "context": ("24M", ["placement.context_ranks=2"]),
-    "experts": ("mixture", ["placement.expert_ranks=2"]),
-}
+DENSE = (
+    "LlamaConfig",
+    {
+        "vocab_size": 16384,
+        "hidden_size": 640,
+        "intermediate_size": 1792,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 10,
+        "tie_word_embeddings": False,
+    },
+    ["actor.max_tokens_per_microbatch=1024", "rollout.samples_per_prompt=4"],
+)
 MIXTURE = (
     "Qwen3MoeConfig",
-    {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256,
-     "num_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 6, "num_attention_heads": 8,
-     "num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": False},
+    {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 384,
+     "num_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 8, "num_attention_heads": 8,
+     "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": False},
     ["actor.max_tokens_per_microbatch=1024", "rollout.samples_per_prompt=4"],
 )  # fmt: skip
+# Ways in which two ranks divide a model or its rows.
+LAYOUTS = {
+    "shards": (DENSE, []),
+    "tensor": (DENSE, ["placement.tensor_ranks=2"]),
+    "sequence": (DENSE, ["placement.sequence_ranks=2"]),
+    "context": (DENSE, ["placement.context_ranks=2"]),
+    "experts": (MIXTURE, ["placement.expert_ranks=2"]),
+}
 CONFIG = [
     "profile=demo", "rollout=hf", "rollout.max_prompt_length=32",
     "rollout.max_response_length=224", "trainer.prompts_per_step=2", "trainer.prompts_per_minibatch=2",
@@ -115,8 +128,7 @@ def test_planned_peaks_are_within_the_tolerance_of_measured_peaks(name, tmp_path
 @pytest.mark.skipif(not FULL, reason="make memory-test measures all layouts")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_planned_peaks_of_ranks_that_divide_a_model_are_within_the_tolerance(name, tmp_path):
-    model, layout = LAYOUTS[name]
-    kind, sizes, overrides = MIXTURE if model == "mixture" else MODELS[model]
+    (kind, sizes, overrides), layout = LAYOUTS[name]
     saved(kind, sizes, tmp_path)
     found = ratios(str(tmp_path), [*CONFIG, "placement.actor_ranks=2", *overrides, *layout], ranks=2)
     found.pop("sync")  # the measuring program writes no shared file here, but the plan counts one

@@ -135,11 +135,15 @@ class RankState:
         if self.thread is not None:
             self.thread.join()  # Wait for the end of the previous save.
         began, folder = time.perf_counter(), Folder(url)
-        writer = FsspecWriter(folder.at(f"{STATE}/{self.role}").url, sync_files=folder.local)
+        url = folder.at(f"{STATE}/{self.role}").url
+        # The tensors are already on the CPU when they are written, so the writer need not copy some of them ahead.
+        writer = FsspecWriter(url, sync_files=folder.local, per_thread_copy_ahead=0)
         # The exported model's small files are created in the calling thread, because the transformers library is not
         # thread-safe.
         small = self.small if self.base is not None else None
-        copies, group = [writer.stage(self.tensors())], self.group
+        # The writer's own method `stage` copies sharded tensors twice.
+        copies = [{name: tensor.to("cpu", copy=True) for name, tensor in self.tensors().items()}]
+        group = self.group
 
         def write() -> None:
             # After `pop`, `copies` no longer holds the copied tensors, so their memory is freed when PyTorch's function

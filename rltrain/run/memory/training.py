@@ -262,6 +262,16 @@ class RankMemory:
         size = (role.shape.outside + 2 * self.layer(role)) * self.compute if self.gathers else 0
         return Part("gathered parameters", size)
 
+    def gathering(self, role: RoleMemory) -> list[Part]:
+        """Return the memory at the begin of a forward pass, while FSDP gathers the parameters outside the layers.
+
+        FSDP gathers them into a buffer, from which it copies them. On CPUs, gloo has copies of the buffer and of the
+        rank's shard.
+        """
+        copies = 2.0 if self.on_gpu else 3 + 1 / self.shards
+        size = copies * role.shape.outside * self.compute if self.gathers and self.shards > 1 else 0
+        return [Part("gathered parameters", size)]
+
     def stored(self, role: RoleMemory) -> float:
         """Return the share of a model's parameters that a rank stores.
 
@@ -289,7 +299,7 @@ class RankMemory:
             self.scores(role),
             self.hidden_states(role),
         ]
-        return [*parts, self.chunk(role)] if role.has_head else parts
+        return self.largest([self.gathering(role), [*parts, self.chunk(role)] if role.has_head else parts])
 
     def update(self, role: RoleMemory) -> list[Part]:
         """Return the memory that forward and backward pass need in addition to parameters and optimizer states.
@@ -310,7 +320,7 @@ class RankMemory:
         both.append(self.hidden_states(role))
         begin = [*both, activations, *chunk, *([own] if self.passes(role) > 1 else [])]
         end = [*both, own, *([head] if shape.tied else []), *reduced]
-        return self.largest([begin, end])
+        return self.largest([self.gathering(role), begin, end])
 
     def activations(self, role: RoleMemory) -> float:
         """Return the bytes of the activations that a forward pass keeps for the backward pass."""
