@@ -368,6 +368,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "nats",
         ),
         Metric(
+            "actor/load_balance_loss",
+            "load-balancing loss of the experts without its coefficient (`actor.load_balance_coef`), averaged over "
+            "sequences; 1 if all experts are used equally",
+            "",
+            "near 1",
+        ),
+        Metric(
             "actor/teacher_kl",
             "mean KL from the policy to the teachers, over the tokens of answers that a teacher has scored; estimated "
             "before the update with `algorithm.distillation.mode=reward`, and during the update with `mode=loss`",

@@ -129,6 +129,11 @@ def _check_models(config: Config) -> None:
         from workers.models.router_replay import check_routers
 
         check_routers(config.model.path)
+    if config.actor.load_balance_coef:
+        from workers.models.load_balance import KEY
+        from workers.models.router_replay import check_routers
+
+        check_routers(config.model.path, key=KEY, off="0")
 
 
 def _check_weights(config: Config) -> None:

@@ -323,6 +323,12 @@ class ActorConfig(OptimizerConfig):
         "the update itself.",
         values="`engine`, `actor` or `null`",
     )
+    load_balance_coef: float = key(
+        "Coefficient of the load-balancing loss of a mixture of experts, which keeps routers from choosing a few "
+        "experts for all tokens. The loss is computed for each sequence (arXiv:2412.19437, eq. 17 to 20). 0: no such "
+        "loss.",
+        at_least=0,
+    )
 
 
 @section
@@ -969,6 +975,7 @@ class Config:
         self._require_use_of_kept_cache()
         self._require_recorded_experts()
         self._require_plain_layers()
+        self._require_whole_sequences()
         buffer, limit = self.algorithm.reward_shaping.overlong_buffer, self.rollout.max_response_length
         require(
             buffer <= limit,
@@ -1092,6 +1099,21 @@ class Config:
             require(
                 not used, f"actor.router_replay={replay} with {name}: {reason}; use {way}, or actor.router_replay=null"
             )
+
+    def _require_whole_sequences(self) -> None:
+        """Raise ConfigError if the load-balancing loss is on but no rank knows all scores of a sequence's routers."""
+        coef, ranks = self.actor.load_balance_coef, self.placement.token_ranks
+        require(
+            coef == 0 or ranks == 1,
+            f"actor.load_balance_coef={coef:g} with {ranks} ranks that split the tokens of a row: the loss needs all "
+            "tokens of a row on one rank; use placement.sequence_ranks=1 placement.context_ranks=1, or "
+            "actor.load_balance_coef=0",
+        )
+        require(
+            coef == 0 or not self.model.compile,
+            f"actor.load_balance_coef={coef:g} with model.compile=true: a compiled layer does not give the scores of "
+            "its router; use model.compile=false, or actor.load_balance_coef=0",
+        )
 
     def require_actor_steps(self) -> None:
         """Raise ConfigError if the critic's warm-up is as long as the run, so that the actor would not be trained."""

@@ -63,6 +63,8 @@ class Pack:
         ends: (B,) position in the pack of each row's last token.
         places: (M,) position in the pack of each of the M tokens of all contexts, on the CPU. M is larger than N if
             contexts share tokens.
+        lengths: (C,) number of tokens of each of the C contexts, on the CPU.
+        rows: (C,) index of each context's row, on the CPU.
         sequence: the ranks that split the pack's tokens (sequence or context parallelism), or None. If ranks split the
             pack, `input_ids`, `position_ids`, `predicting`, `targets` and `experts` hold only this rank's slice of the
             pack, and `layout` describes the queries of its chunk.
@@ -77,6 +79,8 @@ class Pack:
     targets: Tensor
     ends: Tensor
     places: Tensor
+    lengths: Tensor
+    rows: Tensor
     sequence: Sequence | None = None
     experts: Tensor | None = None
 
@@ -113,6 +117,8 @@ def pack(batch: DataProto, *, share: bool = True) -> Pack:
         batch.values("responses"),
         places[contexts.ends],
         places,
+        lengths,
+        torch.searchsorted(contexts.first, torch.arange(len(lengths)), right=True) - 1,
         experts=experts,
     )
 
@@ -129,6 +135,8 @@ def to_device(packed: Pack, device: torch.device) -> Pack:
         packed.targets.to(device),
         packed.ends.to(device),
         packed.places,
+        packed.lengths,
+        packed.rows,
         experts=None if packed.experts is None else packed.experts.to(device),
     )
 

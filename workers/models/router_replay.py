@@ -28,12 +28,16 @@ _NAMES = "TopKRouter"  # In transformers, the names of the routers' classes end 
 _KNOWN = "Qwen3-MoE, Mixtral, OLMoE or gpt-oss"
 
 
-def routers_of(model: nn.Module, where: str) -> dict[int, nn.Module]:
+def routers_of(
+    model: nn.Module, where: str, *, key: str = "actor.router_replay", off: str = "null"
+) -> dict[int, nn.Module]:
     """Return the routers of a model, in a dict whose keys are the indices of the routers' decoder layers.
 
     Args:
         model: the model.
         where: start of the error message, such as `model.path=PATH`.
+        key: the setting that needs the routers, for the error message.
+        off: value of `key` with which no routers are needed.
 
     Raises:
         ConfigError: the model has no router of a known kind, or a layer has several routers.
@@ -43,22 +47,25 @@ def routers_of(model: nn.Module, where: str) -> dict[int, nn.Module]:
         routers = [module for module in layer.modules() if type(module).__name__.endswith(_NAMES)]
         if len(routers) > 1:
             raise ConfigError(
-                f"{where}: actor.router_replay does not support {type(model).__name__}, which has {len(routers)} "
-                "routers in a layer; use actor.router_replay=null"
+                f"{where}: {key} does not support {type(model).__name__}, which has {len(routers)} "
+                f"routers in a layer; use {key}={off}"
             )
         if routers:
             found[number] = routers[0]
     if not found:
         raise ConfigError(
-            f"{where}: actor.router_replay needs a mixture-of-experts model such as {_KNOWN}, but "
-            f"{type(model).__name__} has no router of a known kind; use actor.router_replay=null"
+            f"{where}: {key} needs a mixture-of-experts model such as {_KNOWN}, but "
+            f"{type(model).__name__} has no router of a known kind; use {key}={off}"
         )
     return found
 
 
-def check_routers(path: str) -> None:
-    """Raise ConfigError if the routers of the model in the directory `path` are of no known kind."""
-    routers_of(skeleton(path), f"model.path={path}")
+def check_routers(path: str, *, key: str = "actor.router_replay", off: str = "null") -> None:
+    """Raise ConfigError if the routers of the model in the directory `path` are of no known kind.
+
+    `key` and `off` are passed on to `routers_of`.
+    """
+    routers_of(skeleton(path), f"model.path={path}", key=key, off=off)
 
 
 class ExpertRecorder:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from rltrain.settings.schema import Config
 from workers.cluster.progress import tick
 from workers.models.fsdp import Optimizer, averaged_ranks, device, full, shard, weights_device
 from workers.models.fused_head import logit_cap, logit_scale
+from workers.models.load_balance import RouterScores, mean_balance_loss
 from workers.models.lora import adapt, first_adapter_values
 from workers.models.packed_forward import Pack, TeacherStates, microbatch, policy_output, row_pass, unpack
 from workers.models.router_replay import ExpertRecorder, replay_routers
@@ -108,6 +110,7 @@ class ActorWorker:
         if replay is not None:
             replay_routers(model, where)
         self.recorder = ExpertRecorder(model, where) if replay == "actor" else None
+        self.router_scores = RouterScores(model, where) if self.config.actor.load_balance_coef else None
         shard(model, self.config)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
@@ -317,14 +320,18 @@ class ActorWorker:
     ) -> dict[str, Tensor]:
         part, packed, columns = microbatch(batch, rows, share=self.config.actor.share_prefixes)
         algorithm, mask = self.config.algorithm, columns["mask"]
-        output = policy_output(
-            self.model,
-            packed,
-            temperature=self.config.rollout.temperature,
-            entropies=entropy_coef > 0 or algorithm.entropy_target is not None,
-            reference=self._reference(part) if algorithm.kl_loss.full else None,
-            teachers=self._teachers(part) if algorithm.distillation.full else None,
-        )
+        keeping: AbstractContextManager[list[tuple[Tensor, Tensor]]] = nullcontext([])
+        if self.router_scores is not None:
+            keeping = self.router_scores.kept()
+        with keeping as kept:
+            output = policy_output(
+                self.model,
+                packed,
+                temperature=self.config.rollout.temperature,
+                entropies=entropy_coef > 0 or algorithm.entropy_target is not None,
+                reference=self._reference(part) if algorithm.kl_loss.full else None,
+                teachers=self._teachers(part) if algorithm.distillation.full else None,
+            )
         columns["log_probs"] = unpack(output.log_probs, mask)
         # Before the first optimizer step, the current log-probs are the old log-probs. The batch may therefore lack the
         # old log-probs of the first mini-batch.
@@ -351,6 +358,11 @@ class ActorWorker:
             num_sequences=minibatch.num_sequences,
             max_response_length=self.config.rollout.max_response_length,
         )
+        if kept:
+            trained = columns["response_mask"].any(1)
+            balance = mean_balance_loss(kept, packed, trained, num_sequences=minibatch.num_sequences)
+            loss = loss + self.config.actor.load_balance_coef * balance
+            parts["load_balance_loss"] = balance.detach()
         # FSDP averages the gradients over ranks, but the gradient of the whole mini-batch is the sum over these ranks.
         # Multiplying the loss by their number turns the average of the gradients into the sum.
         (loss * averaged_ranks(self.config)).backward()
