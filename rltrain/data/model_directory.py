@@ -1,14 +1,13 @@
 """Inspection of a model directory without loading the model: the model's config, length limits and end tokens."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rltrain.base.errors import ConfigError
 from rltrain.data.hub import local_directory
 from rltrain.data.model_weights import check_weights, read_json, weight_files
-from rltrain.data.parallel_plans import COLUMNS, ROWS, divides_heads, tensor_plan
+from rltrain.data.parallel_plans import divides_heads, tensor_plan
 from rltrain.data.value_models import value_model
 from rltrain.settings.schema import Config, PlacementConfig
 from rltrain.settings.typed import require
@@ -19,7 +18,6 @@ _LAYERS = ("layer_types", "layers_block_type")  # Keys of a model's config that 
 _CHUNK = "attention_chunk_size"  # Key for the number of tokens in a chunk; no token attends beyond its own chunk.
 # Names of the layer types with attention.
 _ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # Keys that may hold the number of experts.
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
@@ -138,7 +136,7 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
         f"rollout.vllm.tensor_parallel_size={shards}: the model's {heads} attention heads cannot be divided evenly; "
         f"use a divisor of {heads}",
     )
-    check_division(config.placement, model, f"model.path={config.model.path}")
+    check_heads(config.placement, model, f"model.path={config.model.path}")
     _check_layers(f"model.path={config.model.path}", model)
     _check_attention(config.model.path, longest, model)
 
@@ -165,36 +163,25 @@ def check_teacher(config: Config, path: str, key: str) -> None:
         f"{where}: reads at most {limit} tokens, but rollout.max_prompt_length + rollout.max_response_length = "
         f"{longest}; lower their sum, or use another teacher",
     )
-    check_division(replace(config.placement, expert_ranks=1), model, where)
+    check_heads(config.placement, model, where)
     _check_layers(where, model)
     check_weights(path, where)
 
 
-def check_division(placement: PlacementConfig, model: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError if the ranks cannot divide a model's matrices, experts or attention heads as configured.
+def check_heads(placement: PlacementConfig, model: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError if the ranks cannot divide a model's attention heads as configured.
 
     Args:
         placement: number of ranks for each kind of parallelism.
         model: the model's own config, as returned by `model_config`.
         where: the config key and path of the model, for the error messages.
     """
-    size, shards = placement.sequence_ranks, placement.tensor_ranks
-    plan = tensor_plan(model) if shards > 1 else {}
-    require(
-        shards == 1 or bool({COLUMNS, ROWS} & set(plan.values())),
-        f"placement.tensor_ranks={shards}: transformers publishes no plan that divides the layers of {where} "
-        f"({model.get('model_type')}); use placement.tensor_ranks=1",
-    )
+    shards = placement.tensor_ranks
     heads = model.get("num_attention_heads")
     pairs = model.get("num_key_value_heads") or heads
     if isinstance(heads, int) and isinstance(pairs, int):
-        _check_heads(heads, pairs, size, shards if divides_heads(plan) else 1, where)
-    experts = next((model[name] for name in EXPERT_COUNTS if isinstance(model.get(name), int)), 0)
-    require(
-        placement.expert_ranks == 1 or (experts > 0 and experts % placement.expert_ranks == 0),
-        f"placement.expert_ranks={placement.expert_ranks}: {where} has {experts or 'no'} experts"
-        + ("; use a divisor of this number" if experts else ", so there is nothing to divide; use 1"),
-    )
+        divided = shards > 1 and divides_heads(tensor_plan(model))
+        _check_heads(heads, pairs, placement.sequence_ranks, shards if divided else 1, where)
 
 
 def _check_heads(heads: int, pairs: int, size: int, shards: int, where: str) -> None:

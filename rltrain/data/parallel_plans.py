@@ -22,4 +22,4 @@ def tensor_plan(model: Mapping[str, Any]) -> dict[str, str]:
 
 def divides_heads(plan: Mapping[str, str]) -> bool:
     """Return whether the plan divides attention heads."""
-    return any(style == COLUMNS and "attn" in name for name, style in plan.items())
+    return any(style == COLUMNS and ("attn" in name or "attention" in name) for name, style in plan.items())

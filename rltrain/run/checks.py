@@ -121,6 +121,7 @@ def _check_models(config: Config) -> None:
     check_limits(config, _model_config(config.model.path))
     if config.model.path != BUILTIN_MODEL:
         _check_weights(config)
+    _check_division(config)
     if config.model.lora is not None:
         from workers.models.lora import adapter_parameters
 
@@ -134,6 +135,24 @@ def _check_models(config: Config) -> None:
         from workers.models.router_replay import check_routers
 
         check_routers(config.model.path, key=KEY, off="0")
+
+
+def _check_division(config: Config) -> None:
+    """Check that the ranks can divide the matrices and experts of each model as configured."""
+    if config.placement.tensor_ranks == config.placement.expert_ranks == 1:
+        return
+    from transformers import AutoModelForSequenceClassification
+
+    from workers.models.division import check_division
+
+    path, placement = config.model.path, config.placement
+    check_division(path, f"model.path={path}", placement, experts=True)
+    for teacher in config.algorithm.distillation.models:
+        check_division(teacher.path, f"{teacher.key}={teacher.path}", placement)
+    for model in config.reward.models:
+        # Each rank of a reward model scores rows of its own, so the ranks do not divide its matrices.
+        kind = AutoModelForSequenceClassification
+        check_division(model.path, f"{model.key}={model.path}", placement, kind, tensor=False)
 
 
 def _check_weights(config: Config) -> None:

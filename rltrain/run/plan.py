@@ -488,10 +488,10 @@ def _divided(placement: PlacementConfig) -> str:
     parts = {
         "the tokens of a row": placement.token_ranks,
         "the matrices of layers": placement.tensor_ranks,
-        "experts": placement.expert_ranks,
+        "the experts": placement.expert_ranks,
     }
-    texts = [f"{what} by {count}" for what, count in parts.items() if count > 1]
-    return f" that divide {' and '.join(texts)}" if texts else ""
+    texts = [f"{count} ranks share {what}" for what, count in parts.items() if count > 1]
+    return f" ({', '.join(texts)})" if texts else ""
 
 
 def _transport(config: Config) -> str:
@@ -500,7 +500,9 @@ def _transport(config: Config) -> str:
     Return "" for the default transport in a run whose ranks and engines are all on this machine.
     """
     if config.rollout.weight_transport == "auto":
-        between = "; weights are sent through shared memory on one machine, or a process group between machines"
+        # Ranks that divide matrices gather them before a weight sync, which a process group does not support.
+        other = "a process group" if config.placement.tensor_ranks == 1 else "Ray's object store"
+        between = f"; weights are sent through shared memory on one machine, or {other} between machines"
         return "" if config.placement.address == "local" else between
     names = {"shared_memory": "shared memory", "object_store": "Ray's object store", "process_group": "a process group"}
     return f"; weights are sent through {names[config.rollout.weight_transport]}"

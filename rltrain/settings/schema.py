@@ -756,8 +756,8 @@ class PlacementConfig:
         values="whole number >= 1",
     )
     context_ranks: int = key(
-        "Number of chunks of a packed sequence. Each chunk is computed by sequence_ranks other ranks, and attention "
-        "gathers the keys and values of all chunks. context_ranks may exceed the number of attention heads. "
+        "Number of chunks into which a packed sequence is split. Each chunk has sequence_ranks ranks of its own, and "
+        "attention gathers the keys and values of all chunks. context_ranks may exceed the number of attention heads. "
         "sequence_ranks * context_ranks must divide placement.actor_ranks.",
         values="whole number >= 1",
     )
@@ -1046,6 +1046,12 @@ class Config:
             tensor == 1 or self.model.lora is None,
             f"placement.tensor_ranks={tensor} with model.lora: the ranks cannot divide matrices that have adapters; "
             "use placement.tensor_ranks=1, or model.lora=null",
+        )
+        require(
+            tensor == 1 or self.rollout.weight_transport != "process_group",
+            f"placement.tensor_ranks={tensor} with rollout.weight_transport=process_group: ranks that divide matrices "
+            "gather them before a weight sync, which a process group does not support; use "
+            "rollout.weight_transport=auto",
         )
         require(
             tensor == experts == 1 or not self.model.compile,

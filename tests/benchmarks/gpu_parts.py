@@ -206,7 +206,7 @@ def actor(name: str, *, checkpointing: bool) -> tuple[nn.Module, Optimizer]:
         model=SimpleNamespace(
             dtype="bfloat16", cpu_offload=False, activation_checkpointing=checkpointing, compile=False
         ),
-        placement=SimpleNamespace(shard_ranks=None, sequence_ranks=1, context_ranks=1),
+        placement=SimpleNamespace(shard_ranks=None, sequence_ranks=1, context_ranks=1, tensor_ranks=1, expert_ranks=1),
     )
     model = shard(plain_model(name), settings)  # type: ignore[arg-type]
     rates = SimpleNamespace(

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rltrain.batch.row_assignment import minibatches
 from rltrain.tasks.tokenizer import char_tokenizer
-from tests.attention_families import FAMILIES
+from tests.attention_families import EXPERTS, FAMILIES
 from tests.policy_weights import weights_of
 from workers.cluster.processes import results
 from workers.sync.buckets import join, tensors_of
@@ -26,6 +26,8 @@ SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
 }  # fmt: skip
+# A family with an expert that all tokens use, beside the experts that routers choose.
+OTHERS = {"qwen2_moe": {**EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}}
 MADE: dict[str, str] = {}
 EXPECTED: dict[str, tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = {}
 
@@ -35,7 +37,7 @@ def tiny(family: str, folder: Path) -> str:
     if family not in MADE:
         torch.manual_seed(0)
         tokenizer, path = char_tokenizer(), folder / family
-        config = CONFIG_MAPPING[family](vocab_size=len(tokenizer), **SIZES, **FAMILIES.get(family, {}))
+        config = CONFIG_MAPPING[family](vocab_size=len(tokenizer), **SIZES, **(FAMILIES | OTHERS).get(family, {}))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 or "sinks" in name:
@@ -80,6 +82,9 @@ async def trained(path: str, ranks: int, *overrides: str):
         ("qwen3_moe", 4, {"expert": 2, "context": 2}, []),
         ("mixtral", 2, {"expert": 2}, []),
         ("olmoe", 2, {"expert": 2}, []),
+        ("qwen2_moe", 2, {"expert": 2}, ["model.activation_checkpointing=true"]),
+        ("qwen2_moe", 4, {"expert": 2, "tensor": 2}, []),
+        ("qwen3_moe", 2, {"expert": 2}, ["model.lora={rank:4,targets:[q_proj,o_proj]}"]),
         ("gpt_oss", 2, {"expert": 2}, []),
     ],
     ids=str,
@@ -88,10 +93,10 @@ async def test_A3_ranks_that_divide_matrices_or_experts_train_as_one_rank(
     family, ranks, by, overrides, tmp_path_factory
 ):
     path = tiny(family, tmp_path_factory.getbasetemp())
-    loss = [one for one in overrides if "load_balance" in one]
-    case = " ".join([family, *loss])
+    same = [one for one in overrides if one.startswith(("actor.load_balance", "model.lora"))]
+    case = " ".join([family, *same])
     if case not in EXPECTED:
-        EXPECTED[case] = await trained(path, 0, *loss)
+        EXPECTED[case] = await trained(path, 0, *same)
     expected, (steps, weights) = EXPECTED[case], await trained(path, ranks, *divided(ranks, by, *overrides))
     for got, wanted in zip(steps, expected[0], strict=True):
         for name, value in wanted.items():
@@ -132,6 +137,8 @@ async def test_each_of_four_ranks_stores_only_its_share(family, by, name, share,
         ("qwen3", (2, {}), (4, {"tensor": 2})),
         ("qwen3", (4, {"tensor": 2, "shard": 2}), (2, {"context": 2})),
         ("qwen3_moe", (2, {"expert": 2}), (4, {"tensor": 2, "expert": 2})),
+        ("qwen3", (4, {"tensor": 2}), (2, {})),
+        ("qwen3_moe", (4, {"expert": 2}), (2, {"expert": 2})),
         ("qwen3_moe", (4, {"expert": 4}), (0, {})),
         ("qwen3_moe", (0, {}), (4, {"expert": 2})),
     ],

@@ -1,4 +1,4 @@
-"""Comparisons that show where methods pay off that the table of presets does not show to be better than `grpo`."""
+"""Comparisons of methods with `grpo` on tasks that suit the method, beside the table of presets."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

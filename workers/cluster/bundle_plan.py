@@ -141,10 +141,11 @@ def _bundle(config: Config, kinds: Sequence[str], number: int, on_gpus: bool) ->
 
 
 def _groups_of_ranks(config: Config, bundles: Sequence[Bundle]) -> list[BundleGroup]:
-    """Divide the bundles of a role's ranks into groups of ranks that share a copy of a model, or a sequence."""
+    """Divide the bundles of a role's ranks into groups of ranks that share a model, its layers, or a sequence."""
     placement = config.placement
-    shard, sequence = placement.shard_ranks or placement.actor_ranks, placement.ranks_per_pack
-    sizes = tuple(sorted({shard, sequence, 1}, reverse=True))
+    shard, tensor = placement.shard_ranks or placement.actor_ranks, placement.tensor_ranks
+    wanted = sorted({shard, placement.ranks_per_pack, tensor * placement.expert_ranks, tensor, 1}, reverse=True)
+    sizes = tuple(size for number, size in enumerate(wanted) if all(one % size == 0 for one in wanted[:number]))
     return [BundleGroup(tuple(bundles[first : first + sizes[0]]), sizes) for first in range(0, len(bundles), sizes[0])]
 
 

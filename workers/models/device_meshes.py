@@ -8,7 +8,8 @@ The ranks form a mesh with up to four dimensions:
   `experts` together.
 - `tensor`: ranks that divide the matrices of a layer. They process the same rows.
 
-Neighbouring ranks differ in `tensor` first, because tensor parallelism exchanges the most data.
+Ranks with consecutive numbers form a `tensor` group, so that they are on one machine, because tensor parallelism
+exchanges the most data.
 """
 
 from dataclasses import dataclass

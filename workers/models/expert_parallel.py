@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
+from rltrain.algorithms.ratio import as_float
 from workers.models.collectives import exchanged, gradients_scaled
 from workers.models.tensor_parallel import replaced_parameters
 
@@ -54,8 +55,9 @@ def _dispatch(module: Any, mesh: DeviceMesh) -> None:
         gives, takes = sent.tolist(), received.tolist()
         numbers = exchanged(flat[order] % count, group, gives, takes)
         arrived = exchanged(hidden[tokens], group, gives, takes)
-        # FSDP averages the gradients of experts over fewer ranks than those of the other parameters, by the factor
-        # `size`, because the experts compute the tokens of all ranks of `mesh`.
+        # FSDP divides the gradients of experts by a number of ranks that is `size` times smaller than for other
+        # parameters, although the experts compute the tokens of all ranks of `mesh`. The factor 1 / `size` makes up
+        # for this.
         parameters = module.named_parameters(recurse=False)
         own = {name: gradients_scaled(_local(one), 1 / size) for name, one in parameters}
         with replaced_parameters(module, own):
@@ -64,8 +66,9 @@ def _dispatch(module: Any, mesh: DeviceMesh) -> None:
             # All ranks must take part in the backward pass, also a rank whose experts computed no token.
             computed = arrived * sum(0 * tensor.sum() for tensor in own.values())
         returned = exchanged(computed, group, takes, gives)
-        weighted = returned * weights.reshape(-1)[order][:, None]
-        return torch.zeros_like(hidden).index_add(0, tokens, weighted.to(hidden.dtype))
+        of_tokens = returned[order.argsort()].unflatten(0, chosen.shape)  # (n, k, H)
+        total: Tensor = (as_float(of_tokens) * weights[..., None]).sum(1)
+        return total.to(hidden.dtype)
 
     module.forward = forward
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,8 +51,8 @@ def shard(model: PreTrainedModel, config: Config, *, same_rows: bool = True) -> 
     Args:
         model: the model.
         config: the complete config of the run.
-        same_rows: whether the ranks that `placement.ranks_per_pack` counts process the same rows. If each rank
-            processes different rows, the ranks do not divide the matrices of layers.
+        same_rows: whether each group of `placement.ranks_per_pack` neighbouring ranks processes the same rows. If each
+            rank processes different rows, the ranks do not divide the matrices of layers.
 
     Raises:
         ConfigError: the config enables CPU offload or compilation, but the ranks have no GPU.
@@ -84,8 +85,11 @@ def shard(model: PreTrainedModel, config: Config, *, same_rows: bool = True) -> 
 def _shard_experts(model: PreTrainedModel, meshes: Meshes, options: dict[str, Any]) -> None:
     """Divide the experts of a model over the ranks in place, and shard each rank's experts."""
     assert meshes.experts is not None, "this mesh has no ranks that divide experts"
+    # The inputs of experts already have the dtype in which the model computes. Some models keep the weights of the
+    # chosen experts in float32, and FSDP must not round them.
+    policy = replace(options["mp_policy"], cast_forward_inputs=False)
     for experts in divide_experts(model, meshes.experts):
-        fully_shard(experts, mesh=meshes.expert_data, **options)
+        fully_shard(experts, mesh=meshes.expert_data, **options | {"mp_policy": policy})
 
 
 def averaged_ranks(config: Config) -> int:

@@ -53,7 +53,9 @@ class RouterScores:
 
     def _keep(self, number: int, router: nn.Module, inputs: Any, output: Sequence[Tensor]) -> None:
         if self._keeping:
-            logits, _, experts = output
+            (experts,) = [tensor for tensor in output if not tensor.is_floating_point()]
+            # The weights of the chosen experts have k entries for each token, and the logits have one for each expert.
+            logits = max((tensor for tensor in output if tensor.is_floating_point()), key=lambda one: one.size(-1))
             self._kept[number] = logits, experts
 
 
@@ -63,8 +65,8 @@ def balance_loss(logits: Tensor, experts: Tensor, places: Tensor, lengths: Tenso
         f_i = E / (k T) sum_t [token t uses expert i]        P_i = 1/T sum_t softmax(logits_t)_i
 
     The sequence has T tokens, each of which uses k of the E experts. The loss is 1 if all experts are used equally, and
-    at most E / k. Gradients flow through P_i. DeepSeek-V3 normalises sigmoid scores instead of a softmax, because its
-    routers use sigmoids.
+    at most E / k. Gradients flow through P_i. DeepSeek-V3's own routers use sigmoids, and its loss normalises the
+    sigmoid scores; `balance_loss` uses a softmax for every router.
 
     Args:
         logits: (N, E) scores of the N tokens of a pack, before the softmax.
@@ -100,4 +102,4 @@ def mean_balance_loss(
     places, lengths, rows = (tensor.to(trained.device) for tensor in (packed.places, packed.lengths, packed.rows))
     losses = torch.stack([balance_loss(logits, experts, places, lengths) for logits, experts in kept]).mean(0)
     weights = trained.to(losses.dtype) / rows.bincount(minlength=len(trained))
-    return (losses * weights[rows]).sum() / num_sequences
+    return (losses * weights[rows]).sum() / max(1, num_sequences)

@@ -84,7 +84,7 @@ class Sequence:
 def sequence_group(sequence_ranks: int, context_ranks: int, tensor_ranks: int) -> Sequence | None:
     """Return the ranks that split the tokens of this rank's packs, or None if this rank computes all tokens.
 
-    For each pair of arguments, all training ranks must make their first call of `sequence_group` together.
+    For each combination of arguments, all training ranks must make their first call of `sequence_group` together.
 
     Args:
         sequence_ranks: number of ranks that exchange tokens for heads.

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from workers.cluster.node_settings import own_address
 from workers.cluster.progress import tick
@@ -298,13 +299,11 @@ def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
 def is_gathered(parameter: Tensor) -> TypeGuard[DTensor]:
     """Return whether a tensor must be gathered before it is sent.
 
-    A tensor need not be gathered if it is not sharded, or if it is sharded only by rows over a single mesh dimension.
+    A tensor need not be gathered if each rank holds consecutive whole rows of the tensor.
     """
-    if not isinstance(parameter, DTensor):
-        return False
-    copied = sum(isinstance(placement, Replicate) for placement in parameter.placements)
-    cut = len(_row_dimensions(parameter))
-    return cut > 1 or cut + copied != len(parameter.placements)
+    return isinstance(parameter, DTensor) and any(
+        not one.is_replicate() and not _by_rows(one) for one in parameter.placements
+    )
 
 
 def row_range(parameter: Tensor, first: bool) -> tuple[int, int] | None:
@@ -317,17 +316,14 @@ def row_range(parameter: Tensor, first: bool) -> tuple[int, int] | None:
     rows = parameter.size(0) if parameter.ndim else 1
     if not isinstance(parameter, DTensor) or is_gathered(parameter):
         return (0, rows) if first else None
-    mesh, cut = parameter.device_mesh, _row_dimensions(parameter)
+    mesh, placements = parameter.device_mesh, parameter.placements
     if 0 not in mesh.mesh:
-        return None  # Ranks that divide the matrices of layers hold copies of the other parameters. Rank 0 has a copy.
-    if any(mesh.get_local_rank(dim) for dim in range(mesh.ndim) if dim not in cut):
+        return None  # With tensor parallelism, several meshes hold copies of a parameter. Only rank 0's mesh sends it.
+    if any(mesh.get_local_rank(dim) for dim, one in enumerate(placements) if not _by_rows(one)):
         return None
-    if not cut:
-        return 0, rows
-    each = -(-rows // mesh.size(cut[0]))  # Number of rows of a full shard, with the same rounding as in `torch.chunk`.
-    start = min(rows, each * mesh.get_local_rank(cut[0]))
-    return (start, min(each, rows - start)) if start < rows else None
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    return (offset[0], shape[0]) if shape and shape[0] else None
 
 
-def _row_dimensions(parameter: DTensor) -> list[int]:
-    return [dim for dim, one in enumerate(parameter.placements) if type(one) is Shard and one.dim == 0]
+def _by_rows(placement: Placement) -> bool:
+    return getattr(placement, "dim", None) == 0

@@ -50,6 +50,7 @@ def shape_of(path: str, kind: Any = None) -> ModelShape:
         kind: the transformers Auto class that builds the model; by default, `AutoModelForCausalLM`.
     """
     from rltrain.data.model_weights import skeleton
+    from rltrain.data.parallel_plans import divides_heads
     from workers.models.expert_parallel import expert_modules
     from workers.models.fsdp import decoder_layers
     from workers.models.tensor_parallel import divided_matrices
@@ -59,6 +60,7 @@ def shape_of(path: str, kind: Any = None) -> ModelShape:
     sizes = [parameter.numel() for parameter in model.parameters()]
     decoder = decoder_layers(model)
     layers = [_elements(layer) for layer in decoder]
+    largest = max(decoder, key=_elements, default=None)
     experts = {id(module): _elements(module) for module in expert_modules(model)}
     divided = {id(module): _elements(module) for module, _ in divided_matrices(model)}
     names = [name for name, _ in model.named_parameters()]
@@ -79,8 +81,9 @@ def shape_of(path: str, kind: Any = None) -> ModelShape:
         norms_heads=any(name.endswith("q_norm.weight") for name in names),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         capped=getattr(config, "attn_logit_softcapping", None) is not None or any("sinks" in name for name in names),
-        divisible=max((_among(divided, layer) for layer in decoder), default=0),
-        experts=max((_among(experts, layer) for layer in decoder), default=0),
+        divisible=_among(divided, largest),
+        experts=_among(experts, largest),
+        divides_heads=divides_heads(model.tp_plan),
     )
 
 
@@ -90,8 +93,8 @@ def _elements(module: Any) -> int:
 
 
 def _among(sizes: dict[int, int], layer: Any) -> int:
-    """Return the sum of the sizes of those modules of a layer whose ids are in `sizes`."""
-    return sum(sizes.get(id(module), 0) for module in layer.modules())
+    """Return the sum of the sizes of those modules of a layer whose ids are in `sizes`; 0 without a layer."""
+    return 0 if layer is None else sum(sizes.get(id(module), 0) for module in layer.modules())
 
 
 def _feed_forward(config: Any) -> int:

@@ -32,6 +32,7 @@ class ModelShape:
         capped: whether the attention has soft caps or sinks.
         divisible: number of parameters of the largest decoder layer that tensor parallelism divides.
         experts: number of parameters of the experts of the largest decoder layer.
+        divides_heads: whether tensor parallelism divides attention heads.
     """
 
     parameters: int
@@ -50,6 +51,7 @@ class ModelShape:
     capped: bool = False
     divisible: int = 0
     experts: int = 0
+    divides_heads: bool = True
 
     @property
     def head(self) -> int:

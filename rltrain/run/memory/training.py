@@ -263,7 +263,7 @@ class RankMemory:
         return Part("gathered parameters", size)
 
     def gathering(self, role: RoleMemory) -> list[Part]:
-        """Return the memory at the begin of a forward pass, while FSDP gathers the parameters outside the layers.
+        """Return the memory at the beginning of a forward pass, while FSDP gathers the parameters outside the layers.
 
         FSDP gathers them into a buffer, from which it copies them. On CPUs, gloo has copies of the buffer and of the
         rank's shard.
@@ -280,13 +280,18 @@ class RankMemory:
         """
         shape = role.shape
         divided = shape.layers * shape.divisible / shape.parameters
-        return (divided + (1 - divided) * self.tensor) / self.shards
+        tensor = self.tensor_ranks(role)
+        return (divided + (1 - divided) * tensor) / self.shards
 
     def layer(self, role: RoleMemory) -> float:
         """Return the number of elements of a gathered decoder layer, of which a rank has its part of the matrices."""
         shape = role.shape
         whole = shape.layer - shape.divisible - shape.experts
-        return whole + shape.divisible / self.tensor + shape.experts / self.experts
+        return whole + shape.divisible / self.tensor_ranks(role) + shape.experts / self.experts
+
+    def tensor_ranks(self, role: RoleMemory) -> int:
+        """Return the number of ranks that divide matrices. The ranks do not divide those of reward models."""
+        return 1 if role.name.startswith(REWARD_MODEL) else self.tensor
 
     def forward(self, role: RoleMemory) -> list[Part]:
         """Return the memory that a forward pass without gradients needs."""
@@ -325,7 +330,7 @@ class RankMemory:
     def activations(self, role: RoleMemory) -> float:
         """Return the bytes of the activations that a forward pass keeps for the backward pass."""
         kernel = self.on_gpu and not role.shape.capped
-        of_rank = self.divided(role.shape)
+        of_rank = self.divided(role)
         layer, tokens = saved_bytes(of_rank, self.compute, kernel=kernel, keys=0), self.tokens(role)
         # With context parallelism, the queries of the last chunk can attend to the keys of all chunks.
         keys = self.config.placement.context_ranks * self.keys(role)
@@ -335,15 +340,17 @@ class RankMemory:
             return role.shape.layers * of_layer + tokens * of_head
         return of_layer + tokens * (role.shape.layers * role.shape.hidden * self.compute + of_head)
 
-    def divided(self, shape: ModelShape) -> ModelShape:
+    def divided(self, role: RoleMemory) -> ModelShape:
         """Return the sizes of the model, with the widths of the heads and feed-forward entries that one rank has."""
-        if self.tensor == 1 or not shape.divisible:
+        shape, tensor = role.shape, self.tensor_ranks(role)
+        if tensor == 1 or not shape.divisible:
             return shape
+        of_heads = tensor if shape.divides_heads else 1
         return replace(
             shape,
-            queries=shape.queries // self.tensor,
-            keys=shape.keys // self.tensor,
-            feed_forward=shape.feed_forward // (1 if shape.experts else self.tensor),
+            queries=shape.queries // of_heads,
+            keys=shape.keys // of_heads,
+            feed_forward=shape.feed_forward // (1 if shape.experts else tensor),
         )
 
     def scores(self, role: RoleMemory) -> Part:

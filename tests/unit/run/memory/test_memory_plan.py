@@ -162,7 +162,7 @@ def test_ranks_that_divide_matrices_store_and_gather_their_part():
     assert divided.gathered(actor).size == (40 + 2 * (20 + 80 / 2)) * 4
     # Queries, keys and entries of the feed-forward layer are halved; the inputs and outputs of the norms are not.
     tokens = divided.tokens(actor)
-    assert divided.divided(shape) == replace(shape, queries=2, keys=1, feed_forward=4)
+    assert divided.divided(actor) == replace(shape, queries=2, keys=1, feed_forward=4)
     of_layer = 24 + (3 * 2 + 2 * 1) + 4 * 4
     assert divided.activations(actor) == tokens * 4 * (2 * of_layer + 4 * 4)
 

@@ -150,7 +150,8 @@ def test_what_is_cut_by_rows_is_sent_by_who_holds_it_and_the_rest_by_the_first_r
     assert rows(Replicate(), Shard(0))[1] == 0
     # a tensor that is not sharded by rows is gathered, and only the first rank sends the tensor
     assert rows(Replicate(), Shard(1)) is None
-    assert rows(Shard(0), Shard(0)) is None
+    assert rows(Shard(0), Shard(1)) is None
+    assert rows(Shard(0), Shard(0))[1] == 0
     assert own_rows(matrix, False) is None
     assert own_rows(matrix, True) == (matrix, 0)
 
