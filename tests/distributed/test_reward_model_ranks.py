@@ -16,14 +16,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 SAMPLES = [(f"{n * 37}=", "x" * (n % 5) + str(n)) for n in range(13)]
 
 
-@pytest.mark.parametrize(("ranks", "sequence_ranks"), [(0, 1), (2, 1), (2, 2)])
-async def test_scores_over_ranks_are_those_of_transformers_one_at_a_time(reward_model, ranks, sequence_ranks):
+@pytest.mark.parametrize(
+    ("ranks", "divided"), [(0, []), (2, []), (2, ["placement.sequence_ranks=2"]), (2, ["placement.tensor_ranks=2"])]
+)
+async def test_scores_over_ranks_are_those_of_transformers_one_at_a_time(reward_model, ranks, divided):
     """Score thirteen rows, and then a single row, which leaves the second rank without any row.
 
-    Sequence parallelism splits only the policy's packs of rows. Each rank of a reward model has a token budget of its
-    own, even with sequence parallelism.
+    Sequence and tensor parallelism divide only the policy and its other models. Each rank of a reward model has rows
+    and a token budget of its own.
     """
-    placement = [f"placement.actor_ranks={max(1, ranks)}", f"placement.sequence_ranks={sequence_ranks}"]
+    placement = [f"placement.actor_ranks={max(1, ranks)}", *divided]
     config, _ = compose([f"reward.models=[{reward_model}]", *placement])
     role = "reward_model judge"
     group = group_of(role, reward_model, config, SharedColumns())
