@@ -61,7 +61,7 @@ def teacher_accuracy(output: Path, jobs: int) -> Iterator[str]:
 def pools(output: Path, jobs: int) -> Iterator[str]:
     """Compare the answers until 90% accuracy with and without pools, on data in which most prompts teach nothing."""
     shared = (
-        *own_rows("mixed"), "trainer.total_steps=160", "trainer.eval_every=4", "actor.lr_schedule=constant",
+        *own_rows("mixed"), "trainer.total_steps=160", "trainer.eval_every=4",
     )  # fmt: skip
     trials = [
         *over_seeds("pools", SEEDS, *shared, "data.difficulty={}"),
