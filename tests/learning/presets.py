@@ -20,7 +20,7 @@ VARIANTS = {
     "group length reward": ("algorithm.reward_shaping.group_length_weight=0.2",),
     "TR-DPO": ("algorithm.kl_loss.kl_loss_coef=0.1", "algorithm.reference.refresh_every=10"),
     "vapo": ("algorithm=vapo", "algorithm.advantage.alpha=1"),
-    "grpo_s, clipped tokens": ("algorithm=grpo_s", "algorithm.loss_mode=vanilla"),
+    "grpo_s with clipped tokens": ("algorithm=grpo_s", "algorithm.loss_mode=vanilla"),
     # These two losses do not limit how far an update moves the policy, so they need few optimizer steps on an answer.
     "ce_gppo": ("algorithm=ce_gppo", "trainer.prompts_per_minibatch=32"),
     "mopd": ("algorithm=mopd", "trainer.prompts_per_minibatch=64"),
