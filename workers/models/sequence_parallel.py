@@ -94,8 +94,13 @@ def sequence_group(sequence_ranks: int, context_ranks: int, tensor_ranks: int) -
     if sequence_ranks == context_ranks == 1:
         return None
     mesh = torch.arange(dist.get_world_size()).view(-1, context_ranks, sequence_ranks, tensor_ranks)
+    every = _ranks(mesh.permute(0, 3, 1, 2).reshape(-1, context_ranks * sequence_ranks).tolist())
+    if context_ranks == 1:
+        return Sequence(every, heads=every, chunks=Ranks())
+    if sequence_ranks == 1:
+        return Sequence(every, heads=Ranks(), chunks=every)
     return Sequence(
-        all=_ranks(mesh.permute(0, 3, 1, 2).reshape(-1, context_ranks * sequence_ranks).tolist()),
+        every,
         heads=_ranks(mesh.permute(0, 1, 3, 2).reshape(-1, sequence_ranks).tolist()),
         chunks=_ranks(mesh.permute(0, 2, 3, 1).reshape(-1, context_ranks).tolist()),
     )
@@ -104,8 +109,6 @@ def sequence_group(sequence_ranks: int, context_ranks: int, tensor_ranks: int) -
 def _ranks(groups: list[list[int]]) -> Ranks:
     """Create the process groups of the given ranks, and return the group that includes this rank."""
     own = next(group for group in groups if dist.get_rank() in group)
-    if len(own) == 1:
-        return Ranks()
     group, _ = dist.new_subgroups_by_enumeration(groups)
     return Ranks(group, len(own), own.index(dist.get_rank()))
 
