@@ -108,7 +108,7 @@ def vapo(output: Path, jobs: int) -> Iterator[str]:
         "trainer.total_steps=30", "trainer.eval_every=5", "actor.lr=1e-4",
     )  # fmt: skip
     trials = [
-        *over_seeds("vapo-long", SEEDS, "algorithm=vapo", *shared),
+        *over_seeds("vapo-long", SEEDS, "algorithm=vapo", "algorithm.advantage.alpha=1", *shared),
         *over_seeds("ppo-long", SEEDS, "algorithm=ppo", *shared),
     ]
     for name, outcomes in run_all(trials, output, jobs).items():

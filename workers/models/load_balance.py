@@ -99,7 +99,8 @@ def mean_balance_loss(
         trained: (B,) bool, whether a row has trained tokens. Other rows do not count.
         num_sequences: number of sequences with trained tokens in the whole mini-batch, over all ranks.
     """
+    counts = packed.rows.bincount(minlength=len(trained)).to(trained.device)
     places, lengths, rows = (tensor.to(trained.device) for tensor in (packed.places, packed.lengths, packed.rows))
     losses = torch.stack([balance_loss(logits, experts, places, lengths) for logits, experts in kept]).mean(0)
-    weights = trained.to(losses.dtype) / rows.bincount(minlength=len(trained))
+    weights = trained.to(losses.dtype) / counts
     return (losses * weights[rows]).sum() / max(1, num_sequences)
