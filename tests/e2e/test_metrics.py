@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rltrain.monitoring.catalogue import METRICS, page
+from rltrain.tasks.tokenizer import char_tokenizer
+from tests.attention_families import FAMILIES
 from tests.chat_model import save_chat_model
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +37,7 @@ RUNS = {
     ],
     "topr": ["algorithm.squared_log_ratio_coef=0.001"],
     "sapo": [],
+    "gspo": ["model.path={folder}/mixture", "profile=demo", "actor.load_balance_coef=0.01"],
     "kl_cov": [],
     "dapo": [],
     "icepop": [],
@@ -53,11 +58,27 @@ sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
 """
 
 
+def save_mixture(folder: Path) -> None:
+    """Save a tiny random mixture of experts with the tokenizer of the built-in tasks."""
+    tokenizer = char_tokenizer()
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    config = CONFIG_MAPPING["qwen3_moe"](vocab_size=len(tokenizer), **sizes, **FAMILIES["qwen3_moe"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """Do several short runs, and collect the names of the metrics that they write."""
     folder = tmp_path_factory.mktemp("runs")
     save_chat_model(folder / "chat")
+    save_mixture(folder / "mixture")
     every = [
         [
             f"algorithm={name}",
