@@ -126,15 +126,14 @@ def _check_models(config: Config) -> None:
         from workers.models.lora import adapter_parameters
 
         adapter_parameters(config.model.path, config.model.lora)
-    if config.actor.router_replay is not None:
-        from workers.models.router_replay import check_routers
+    for key, value, off in (
+        ("actor.router_replay", config.actor.router_replay, "null"),
+        ("actor.load_balance_coef", config.actor.load_balance_coef, "0"),
+    ):
+        if value:
+            from workers.models.router_replay import check_routers
 
-        check_routers(config.model.path)
-    if config.actor.load_balance_coef:
-        from workers.models.load_balance import KEY
-        from workers.models.router_replay import check_routers
-
-        check_routers(config.model.path, key=KEY, off="0")
+            check_routers(config.model.path, key=key, off=off)
 
 
 def _check_division(config: Config) -> None:

@@ -484,14 +484,14 @@ def _processes(config: Config, facts: Facts) -> str:
 
 
 def _divided(placement: PlacementConfig) -> str:
-    """Describe what the training ranks divide in addition to the rows and the stored parameters, or return ""."""
+    """Describe how ranks divide rows, matrices and experts. The text is empty if each rank computes whole rows."""
     parts = {
         "the tokens of a row": placement.token_ranks,
         "the matrices of layers": placement.tensor_ranks,
         "the experts": placement.expert_ranks,
     }
     texts = [f"{count} ranks share {what}" for what, count in parts.items() if count > 1]
-    return f" ({', '.join(texts)})" if texts else ""
+    return f", where {', '.join(texts)}" if texts else ""
 
 
 def _transport(config: Config) -> str:

@@ -1,6 +1,6 @@
-"""Collective operations, and other operations that change gradients on their way back."""
+"""Operations through which gradients flow between ranks, and operations that only change gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,20 @@ def exchanged(
 
 
 def gradients_summed(tensor: Tensor, group: Any) -> Tensor:
-    """Return a tensor unchanged. In the backward pass, its gradients are added up over the ranks of a group."""
-    result: Tensor = _SumGradients.apply(tensor, group)  # type: ignore[no-untyped-call]
+    """Return a tensor with the same values, whose gradients are added up over the ranks of a process group."""
+
+    def summed(gradient: Tensor) -> Tensor:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    result: Tensor = _ChangeGradients.apply(tensor, summed)  # type: ignore[no-untyped-call]
     return result
 
 
 def gradients_scaled(tensor: Tensor, factor: float) -> Tensor:
-    """Return a tensor unchanged. In the backward pass, its gradients are multiplied by `factor`."""
-    result: Tensor = _ScaleGradients.apply(tensor, factor)  # type: ignore[no-untyped-call]
+    """Return a tensor with the same values, whose gradients are multiplied by `factor`."""
+    result: Tensor = _ChangeGradients.apply(tensor, lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -58,25 +64,12 @@ def _all_to_all(tensor: Tensor, group: Any, sent: Sequence[int] | None, received
     return result
 
 
-class _SumGradients(torch.autograd.Function):
+class _ChangeGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class _ScaleGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.factor, None
+        return ctx.change(gradients[0]), None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rltrain.algorithms.ratio import as_float
 from workers.models.packed_forward import Pack
-from workers.models.router_replay import routers_of
+from workers.models.router_replay import experts_in, routers_of
 
 KEY = "actor.load_balance_coef"
 
@@ -32,7 +32,7 @@ class RouterScores:
     """
 
     def __init__(self, model: nn.Module, where: str) -> None:
-        self._kept, self._keeping = dict[int, tuple[Tensor, Tensor]](), False
+        self._where, self._kept, self._keeping = where, dict[int, tuple[Tensor, Tensor]](), False
         for number, router in routers_of(model, where, key=KEY, off="0").items():
             router.register_forward_hook(functools.partial(self._keep, number))
 
@@ -53,7 +53,7 @@ class RouterScores:
 
     def _keep(self, number: int, router: nn.Module, inputs: Any, output: Sequence[Tensor]) -> None:
         if self._keeping:
-            (experts,) = [tensor for tensor in output if not tensor.is_floating_point()]
+            experts = experts_in(output, router, self._where, key=KEY, off="0")
             # The weights of the chosen experts have k entries for each token, and the logits have one for each expert.
             logits = max((tensor for tensor in output if tensor.is_floating_point()), key=lambda one: one.size(-1))
             self._kept[number] = logits, experts

@@ -60,6 +60,28 @@ def routers_of(
     return found
 
 
+def experts_in(output: Sequence[Tensor], router: nn.Module, where: str, *, key: str, off: str) -> Tensor:
+    """Return the numbers (N, k) of the experts that a router chose, which are the only integers in its output.
+
+    Args:
+        output: the tensors that the router returned for N tokens.
+        router: the router.
+        where: start of the error message, such as `model.path=PATH`.
+        key: the setting that needs the experts, for the error message.
+        off: value of `key` with which no experts are needed.
+
+    Raises:
+        ConfigError: the output has no tensor of integers, or several.
+    """
+    experts = [tensor for tensor in output if not tensor.is_floating_point()]
+    if len(experts) != 1:
+        raise ConfigError(
+            f"{where}: {key} does not support {type(router).__name__}, which returns "
+            f"{len(experts)} integer tensors instead of one; use {key}={off}"
+        )
+    return experts[0]
+
+
 def check_routers(path: str, *, key: str = "actor.router_replay", off: str = "null") -> None:
     """Raise ConfigError if the routers of the model in the directory `path` are of no known kind.
 
@@ -87,13 +109,7 @@ class ExpertRecorder:
     def _record(self, number: int, router: nn.Module, inputs: Any, output: Sequence[Tensor]) -> None:
         if torch.is_grad_enabled():
             return
-        experts = [tensor for tensor in output if not tensor.is_floating_point()]
-        if len(experts) != 1:
-            raise ConfigError(
-                f"{self._where}: actor.router_replay does not support {type(router).__name__}, which returns "
-                f"{len(experts)} integer tensors instead of one; use actor.router_replay=null"
-            )
-        self._chosen[number] = experts[0]
+        self._chosen[number] = experts_in(output, router, self._where, key="actor.router_replay", off="null")
 
     def take(self) -> Tensor:
         """Return the experts chosen in the last forward pass, and forget them.
@@ -190,7 +206,7 @@ class _Choice(TorchFunctionMode):
         self.shapes: list[torch.Size] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a PyTorch function. If the function is `torch.topk`, return the given experts instead of its result."""
+        """Call a PyTorch function, but let `torch.topk` return the given experts, whatever their scores are."""
         result = function(*args, **(kwargs or {}))
         if function not in (torch.topk, Tensor.topk):
             return result

@@ -193,8 +193,8 @@ class RankMemory:
         placement = config.placement
         self.shards = placement.shard_ranks or placement.actor_ranks
         self.tensor, self.experts = placement.tensor_ranks, placement.expert_ranks
-        # Ranks that divide the matrices of layers process the same rows. Ranks that split a row count as if each had
-        # whole rows of its own.
+        # Number of ranks with different tokens. Ranks that divide the matrices of layers have the same tokens, and
+        # ranks that split rows have different tokens.
         self.batches = placement.actor_ranks // placement.tensor_ranks
         self.compute = WIDTHS[config.model.dtype]
         # A single rank in float32 without CPU offload computes with the stored parameters, so FSDP gathers no copies.
@@ -263,10 +263,10 @@ class RankMemory:
         return Part("gathered parameters", size)
 
     def gathering(self, role: RoleMemory) -> list[Part]:
-        """Return the memory at the beginning of a forward pass, while FSDP gathers the parameters outside the layers.
+        """Return the memory that a rank needs while FSDP gathers embeddings, last norm and head before a forward pass.
 
-        FSDP gathers them into a buffer, from which it copies them. On CPUs, gloo has copies of the buffer and of the
-        rank's shard.
+        FSDP gathers these parameters into a buffer, and then copies them out of the buffer. On CPUs, the gloo backend
+        makes copies of the buffer and of the rank's shard.
         """
         copies = 2.0 if self.on_gpu else 3 + 1 / self.shards
         size = copies * role.shape.outside * self.compute if self.gathers and self.shards > 1 else 0
@@ -275,8 +275,8 @@ class RankMemory:
     def stored(self, role: RoleMemory) -> float:
         """Return the share of a model's parameters that a rank stores.
 
-        Tensor parallelism divides only some matrices of a layer. FSDP shards all other parameters over those ranks that
-        do not differ in their part of the matrices.
+        All ranks of a copy of the model share the matrices that tensor parallelism divides. The other parameters have a
+        copy on each of the ranks that divide a matrix.
         """
         shape = role.shape
         divided = shape.layers * shape.divisible / shape.parameters
@@ -284,7 +284,7 @@ class RankMemory:
         return (divided + (1 - divided) * tensor) / self.shards
 
     def layer(self, role: RoleMemory) -> float:
-        """Return the number of elements of a gathered decoder layer, of which a rank has its part of the matrices."""
+        """Return the number of elements of a decoder layer on one rank, after FSDP has gathered the layer."""
         shape = role.shape
         whole = shape.layer - shape.divisible - shape.experts
         return whole + shape.divisible / self.tensor_ranks(role) + shape.experts / self.experts
@@ -341,7 +341,7 @@ class RankMemory:
         return of_layer + tokens * (role.shape.layers * role.shape.hidden * self.compute + of_head)
 
     def divided(self, role: RoleMemory) -> ModelShape:
-        """Return the sizes of the model, with the widths of the heads and feed-forward entries that one rank has."""
+        """Return the sizes of a role's model, with the widths of heads and feed-forward part on one rank."""
         shape, tensor = role.shape, self.tensor_ranks(role)
         if tensor == 1 or not shape.divisible:
             return shape
@@ -477,8 +477,8 @@ class RankMemory:
             return []
         largest = actor.shape.largest * self.compute
         if self.on_gpu:
-            # A tensor that ranks divide and FSDP shards is gathered before it is sent.
-            return [Part("sync buckets", largest / (self.shards if self.tensor == self.experts == 1 else 1))]
+            # With tensor parallelism, a matrix of which each rank has some columns is gathered before it is sent.
+            return [Part("sync buckets", largest / (self.shards if self.tensor == 1 else 1))]
         file = self.limits.buckets * max(self.limits.bucket_bytes, largest)
         return [Part("sync buckets", min(file, actor.shape.parameters * self.compute))]
 
