@@ -13,7 +13,7 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.batch.jagged import offsets_of, positions, ranges
 from rltrain.batch.token_arrays import NOT_RECORDED
 
-# Names of the columns with the recorded experts of prompt tokens and of response tokens.
+# Names of the two columns of recorded experts: one for the prompt tokens, and one for the response tokens.
 EXPERTS = ("prompt_experts", "response_experts")
 
 

@@ -1,14 +1,18 @@
-"""Which matrices of a model tensor parallelism divides, as transformers publishes it for each model family."""
+"""Plans of tensor parallelism, which transformers publishes for each model family: how ranks divide the matrices."""
 
 from collections.abc import Mapping
 from typing import Any
 
-COLUMNS, ROWS = "colwise", "rowwise"  # Styles of matrices that are divided by their outputs, and by their inputs.
-OF_HEADS = "replicated_with_grad_allreduce"  # Style of a module that each rank applies to its own heads.
+# Styles of a matrix in a plan. With COLUMNS, each rank computes some of the matrix's outputs. With ROWS, each rank has
+# some of the matrix's inputs.
+COLUMNS, ROWS = "colwise", "rowwise"
+# Style of a module, such as a norm of queries, that each rank stores in full and applies only to the attention heads
+# that the rank computes.
+OF_HEADS = "replicated_with_grad_allreduce"
 
 
 def tensor_plan(model: Mapping[str, Any]) -> dict[str, str]:
-    """Return the published plan: it maps name patterns of modules to styles. The plan is {} if there is none.
+    """Return a model's plan, which maps patterns of module names to styles, or {} if transformers publishes no plan.
 
     Args:
         model: the model's own config, as returned by `model_config`.
@@ -21,5 +25,5 @@ def tensor_plan(model: Mapping[str, Any]) -> dict[str, str]:
 
 
 def divides_heads(plan: Mapping[str, str]) -> bool:
-    """Return whether the plan divides attention heads."""
+    """Return whether a plan of tensor parallelism gives each rank some of the attention heads."""
     return any(style == COLUMNS and ("attn" in name or "attention" in name) for name, style in plan.items())

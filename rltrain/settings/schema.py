@@ -830,7 +830,7 @@ class PlacementConfig:
 
     @property
     def ranks_per_pack(self) -> int:
-        """Number of ranks that process one packed sequence together, and get the same rows."""
+        """Number of ranks that receive the same rows, and together compute each packed sequence of these rows."""
         return self.token_ranks * self.tensor_ranks
 
     @property
@@ -864,7 +864,7 @@ class PlacementConfig:
             )
 
     def _require_divided_ranks(self) -> None:
-        """Raise ConfigError if the ranks cannot be divided as the keys for parallelism say."""
+        """Raise ConfigError if the numbers of ranks for the kinds of parallelism do not fit `actor_ranks`."""
         together = ("sequence_ranks", "context_ranks", "tensor_ranks")
         for name in (*together, "expert_ranks"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} is below 1; use 1 or more")
@@ -1040,7 +1040,7 @@ class Config:
         )
 
     def _require_plain_layers(self) -> None:
-        """Raise ConfigError if ranks would divide layers that cannot be divided."""
+        """Raise ConfigError if ranks divide layers that have adapters or are compiled, which is not supported."""
         tensor, experts = self.placement.tensor_ranks, self.placement.expert_ranks
         require(
             tensor == 1 or self.model.lora is None,
@@ -1107,7 +1107,7 @@ class Config:
             )
 
     def _require_whole_sequences(self) -> None:
-        """Raise ConfigError if the load-balancing loss is on but no rank knows all scores of a sequence's routers."""
+        """Raise ConfigError if the load-balancing loss is on but ranks split rows or layers are compiled."""
         coef, ranks = self.actor.load_balance_coef, self.placement.token_ranks
         require(
             coef == 0 or ranks == 1,

@@ -106,7 +106,7 @@ async def test_A3_ranks_that_divide_matrices_or_experts_train_as_one_rank(
 
 
 def elements(host) -> dict[str, tuple[int, int]]:
-    """Return the number of elements of each parameter of the newest actor, in this rank's shard and in the whole."""
+    """Return, for each parameter of the newest actor, the number of elements on this rank and on all ranks together."""
     actor = [role for name, role in host.roles.items() if name.startswith("actor")][-1]
     return {name: (one.to_local().numel(), one.numel()) for name, one in actor.model.named_parameters()}
 

@@ -99,7 +99,7 @@ async def test_A2_A3_experts_are_replayed_the_same_on_any_split(one_rank, mixtur
 
 
 async def test_other_experts_give_other_weights(one_rank, mixture):
-    """A run without recorded experts ends with other weights, so the experts in this file affect training."""
+    """Training with recorded experts gives other weights than training in which the routers choose the experts."""
     replay, (steps, last) = one_rank
     found, weights = await trained(mixture, 0, replay="null")
     changed = (found[0][0].values("old_log_probs") - steps[0][0].values("old_log_probs")).abs().max()

@@ -10,7 +10,7 @@ from tests.attention_families import FAMILIES
 
 pytestmark = pytest.mark.slow
 WITH_VLLM = ["mistral", "olmo2", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "olmoe"]
-REPLAYED = ["qwen3_moe", "olmoe"]  # The models that these tests train with `actor.router_replay`.
+REPLAYED = ["qwen3_moe", "olmoe"]  # Model families that are trained with `actor.router_replay`.
 EVERY_DAY = {("qwen3_moe", "hf"), ("gemma2", "vllm")}
 CASES = [
     pytest.param(*case, marks=[] if case in EVERY_DAY else pytest.mark.broad)

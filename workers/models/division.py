@@ -16,7 +16,7 @@ from workers.models.tensor_parallel import divided_matrices, planned_modules
 def check_division(
     path: str, where: str, placement: PlacementConfig, kind: Any = None, *, tensor: bool = True, experts: bool = False
 ) -> None:
-    """Raise ConfigError if the ranks cannot divide a model as `placement.tensor_ranks` and `expert_ranks` say.
+    """Raise ConfigError if the configured numbers of ranks cannot divide a model's matrices or experts.
 
     Args:
         path: the model's directory, or "builtin" for the built-in model.

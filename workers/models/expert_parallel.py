@@ -45,7 +45,13 @@ def _dispatch(module: Any, mesh: DeviceMesh) -> None:
     experts, group, size, count = module.forward, mesh.get_group(), mesh.size(), module.num_experts
 
     def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of expert outputs (n, H) of n tokens, given k experts (n, k) and weights of each."""
+        """Compute the experts of n tokens, and return the weighted sum (n, H) of the outputs for each token.
+
+        Args:
+            hidden: (n, H) hidden states of the tokens.
+            chosen: (n, k) numbers of the k experts of each token.
+            weights: (n, k) weights of the experts' outputs.
+        """
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)
         tokens = order // chosen.size(1)

@@ -175,7 +175,10 @@ def _heads_of_chunk(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _of_all_chunks(tensor: Tensor, sequence: Sequence) -> Tensor:
-    """Gather the keys or values of all N tokens (1, K', N, D), given those of this rank's chunk with padding."""
+    """Return the keys or values of all N tokens (1, K', N, D), gathered from the ranks of all chunks.
+
+    `tensor` has the keys or values of the tokens of this rank's chunk, including padding.
+    """
     if sequence.chunks.size > 1:
         gathered: Tensor = _GatherChunks.apply(tensor[0], sequence.chunks)  # type: ignore[no-untyped-call]
         tensor = gathered.transpose(0, 1).flatten(1, 2)[None]

@@ -93,7 +93,10 @@ def _elements(module: Any) -> int:
 
 
 def _among(sizes: dict[int, int], layer: Any) -> int:
-    """Return the sum of the sizes of those modules of a layer whose ids are in `sizes`; 0 without a layer."""
+    """Add up the parameter counts of some modules of a layer. `sizes` maps ids of modules to their parameter counts.
+
+    The result is 0 if `layer` is None.
+    """
     return 0 if layer is None else sum(sizes.get(id(module), 0) for module in layer.modules())
 
 

@@ -154,7 +154,7 @@ def test_sharded_ranks_divide_the_states_and_gather_two_layers():
 
 
 def test_ranks_that_divide_matrices_store_and_gather_their_part():
-    """Of the 100 parameters of a layer, 80 are divided by two ranks. The layer's other 20 parameters are not."""
+    """Two ranks divide 80 of the 100 parameters of each layer. Each of them has the other 20 parameters."""
     shape = replace(SHAPE, divisible=80)
     divided = rank("placement.actor_ranks=4", "placement.tensor_ranks=2", shape=shape)
     actor = divided.roles[0]

@@ -212,7 +212,7 @@ def test_a_router_chooses_itself_where_no_experts_were_recorded(path):
     replayed = log_probs(model, batch)
     assert torch.allclose(log_probs(model, unknown), log_probs(model, plain), atol=1e-6)
     assert not torch.allclose(replayed, log_probs(model, plain), atol=1e-2)
-    # After a batch with experts, routers choose their own experts again for a batch without experts.
+    # If the next batch has no recorded experts, the routers choose experts by their own scores again.
     set_experts(model, None)
     assert torch.allclose(log_probs(model, plain), log_probs(trained(path, moved=0.5), plain), atol=1e-6)
 
