@@ -480,6 +480,10 @@ ENGINE_ARGUMENTS = {
     "worker_extension_cls": "rltrain's weight sync, which sends the trained weights to the engines",
     "distributed_executor_backend": "rollout.vllm.process",
     "enable_sleep_mode": "placement.share_ranks",
+    "enable_lora": "model.lora and rollout.vllm.adapters",
+    "max_loras": "model.lora and rollout.vllm.adapters",
+    "max_lora_rank": "model.lora.rank",
+    "lora_target_modules": "model.lora.targets",
 }
 
 
@@ -504,6 +508,11 @@ class VLLMConfig:
         "gpu_memory_utilization has no effect.",
         above=0,
         at_most=1,
+    )
+    adapters: Literal["auto", "separate", "merged"] = key(
+        "How the engine applies the adapters of model.lora. separate: beside the base weights, which stay unchanged in "
+        "weight syncs. merged: each weight sync reads the base weights from the model's files and merges the adapters "
+        "into them. auto: separate on GPUs if vLLM can apply adapters in all target layers; otherwise merged."
     )
     arguments: dict[str, Any] = key(
         "Further engine arguments of vLLM, such as max_num_batched_tokens or kv_cache_dtype.",

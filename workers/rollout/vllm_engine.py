@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future as ConcurrentFuture
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from vllm import CompletionOutput, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -34,9 +36,10 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from rltrain.base.errors import ConfigError, SyncError, WorkerLost, one_line
 from rltrain.batch.token_arrays import INT16, float_array, int_array
 from rltrain.data.model_weights import check_weights
-from rltrain.settings.schema import Config, RolloutConfig
+from rltrain.settings.schema import Config, LoRAConfig, RolloutConfig
 from workers.cluster import leftovers
 from workers.cluster.progress import announced, tick
+from workers.rollout import vllm_adapters
 from workers.rollout.messages import Completion, Request
 from workers.rollout.stop_strings import StopStrings, stop_strings
 from workers.rollout.vllm_worker import BACKEND
@@ -56,8 +59,25 @@ TO_HOST, DROPPED = 1, 2  # vLLM's sleep level 1 moves the weights to the host's 
 CPU_BLOCK = 32  # Tokens per KV block on a CPU. vLLM's default of 128 gives short prompts no prefix-cache hits.
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a vLLM engine does besides the generation of answers.
+
+    Attributes:
+        sleep_level: Result of the function `sleep_level`, which says what the engine releases on a GPU when it sleeps.
+            If `sleep_level` is 0, the engine never sleeps.
+        record_experts: Whether each answer lists the experts that the model's routers chose; only on GPUs.
+        adapters: Settings of the adapters that vLLM applies beside the base weights. None: the model has no adapters,
+            or each weight sync merges the adapters into the base weights.
+    """
+
+    sleep_level: int = 0
+    record_experts: bool = False
+    adapters: LoRAConfig | None = None
+
+
 def engine_arguments(
-    config: RolloutConfig, path: str, dtype: str, *, sleeps: bool = False, record_experts: bool = False
+    config: RolloutConfig, path: str, dtype: str, options: EngineOptions = EngineOptions()
 ) -> dict[str, Any]:
     """Return the arguments with which vLLM's engine is created for a config.
 
@@ -68,8 +88,7 @@ def engine_arguments(
         config: Rollout settings.
         path: Model directory.
         dtype: Data type of the weights, "float32" or "bfloat16".
-        sleeps: Whether the engine must be able to release its memory on a GPU.
-        record_experts: Whether vLLM returns the experts that the model's routers chose for each token.
+        options: What the engine does besides the generation of answers.
     """
     assert config.vllm is not None, "the vLLM engine needs the settings `rollout.vllm`"
     arguments: dict[str, Any] = {
@@ -89,12 +108,14 @@ def engine_arguments(
         "worker_extension_cls": "workers.rollout.vllm_worker.WorkerExtension",
         "disable_log_stats": True,
     }
-    if record_experts:
+    if options.record_experts:
         arguments["enable_return_routed_experts"] = True
+    if options.adapters is not None:
+        arguments |= vllm_adapters.adapter_arguments(path, options.adapters)
     if torch.cuda.is_available():
         arguments |= {
             "gpu_memory_utilization": config.vllm.gpu_memory_utilization,
-            "enable_sleep_mode": sleeps,
+            "enable_sleep_mode": options.sleep_level > 0,
             "max_num_batched_tokens": GPU_PREFILL_TOKENS,
         }
         return arguments | config.vllm.arguments
@@ -221,6 +242,15 @@ def prompt_of(request: Request, loads: int, config: RolloutConfig) -> Any:
     return {"prompt_token_ids": request.prompt_ids, **salt}
 
 
+def policy(loads: int, options: EngineOptions) -> LoRARequest | None:
+    """Return the adapter that vLLM applies for a new request; None if it applies no adapter beside the base weights.
+
+    Before the first weight sync (`loads` is 0), the engine has no adapter, and the new adapters of the policy do not
+    change the outputs of the base model.
+    """
+    return vllm_adapters.POLICY if options.adapters is not None and loads else None
+
+
 class InProcessVLLM:
     """Rollout engine that runs vLLM in the current process.
 
@@ -231,9 +261,7 @@ class InProcessVLLM:
         path: Model directory.
         dtype: Data type of the weights, "float32" or "bfloat16".
         stop_ids: Ids of the model's end tokens.
-        sleep_level: Result of the function `sleep_level`, which says what the engine releases on a GPU when it sleeps.
-            If `sleep_level` is 0, the engine never sleeps.
-        record_experts: Whether each answer lists the experts that the model's routers chose; only on GPUs.
+        options: What the engine does besides the generation of answers.
     """
 
     def __init__(
@@ -242,16 +270,14 @@ class InProcessVLLM:
         path: str,
         dtype: str,
         stop_ids: Sequence[int],
-        *,
-        sleep_level: int = 0,
-        record_experts: bool = False,
+        options: EngineOptions = EngineOptions(),
     ) -> None:
         gc.collect()
         gc.freeze()
-        arguments = engine_arguments(config, path, dtype, sleeps=sleep_level > 0, record_experts=record_experts)
+        arguments = engine_arguments(config, path, dtype, options)
         arguments["distributed_executor_backend"] = "uni"
-        self.record_experts = record_experts
-        self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
+        self.options, self.asleep = options, set[str]()
+        self.sleep_level = options.sleep_level if torch.cuda.is_available() else 0
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
         self.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
         self.config, self.stop_ids, self.version, self.loads = config, list(stop_ids), 0, 0
@@ -267,7 +293,8 @@ class InProcessVLLM:
             self.keys[name] = request.key
             if self.strings is not None:
                 self.growing[name] = Growing(request.key, self.strings)
-            self.engine.add_request(name, prompt, sampling_params(request, self.stop_ids, self.config))
+            params, adapters = sampling_params(request, self.stop_ids, self.config), policy(self.loads, self.options)
+            self.engine.add_request(name, prompt, params, lora_request=adapters)
 
     @property
     def busy(self) -> bool:
@@ -283,7 +310,7 @@ class InProcessVLLM:
         if self.strings is not None:
             return self._searched(outputs)
         return [
-            completion_of(output, self.keys.pop(output.request_id), record_experts=self.record_experts)
+            completion_of(output, self.keys.pop(output.request_id), record_experts=self.options.record_experts)
             for output in outputs
             if output.finished
         ]
@@ -348,6 +375,8 @@ class InProcessVLLM:
         after the weight sync use only keys and values of the new weights.
         """
         self.engine.collective_rpc("finish_weight_update")
+        if self.options.adapters is not None:
+            self.engine.collective_rpc("rltrain_adapt")
         if not self.config.keep_kv_cache:
             self.engine.reset_prefix_cache(reset_running_requests=True)
         self.engine.collective_rpc("rltrain_check")
@@ -424,13 +453,11 @@ class AsyncVLLM:
         path: str,
         dtype: str,
         stop_ids: Sequence[int],
-        *,
-        sleep_level: int = 0,
-        record_experts: bool = False,
+        options: EngineOptions = EngineOptions(),
     ) -> None:
         self.config, self.stop_ids, self.strings = config, list(stop_ids), stop_strings(config.stop, path)
-        self.loads, self.record_experts = 0, record_experts
-        self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
+        self.loads, self.options, self.asleep = 0, options, set[str]()
+        self.sleep_level = options.sleep_level if torch.cuda.is_available() else 0
         self.keys: dict[str, tuple[int, ...]] = {}  # Maps vLLM's unique request ids to the keys of the requests.
         self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
         self.aborts = 0
@@ -438,7 +465,7 @@ class AsyncVLLM:
         self.pulse: ConcurrentFuture[Any] | None = None
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-events", daemon=True).start()
-        arguments = engine_arguments(config, path, dtype, sleeps=sleep_level > 0, record_experts=record_experts)
+        arguments = engine_arguments(config, path, dtype, options)
         if config.shards > 1:
             # By default, vLLM starts its processes through Ray if this process uses a bundle of a placement group.
             arguments["distributed_executor_backend"] = "mp"
@@ -489,7 +516,8 @@ class AsyncVLLM:
         params = sampling_params(request, self.stop_ids, self.config)
         growing = None if self.strings is None else Growing(request.key, self.strings)
         try:
-            async for output in self.engine.generate(prompt, params, name):
+            adapters = policy(self.loads, self.options)
+            async for output in self.engine.generate(prompt, params, name, lora_request=adapters):
                 if growing is not None and growing.add(output.outputs[0], 0) and not output.finished:
                     # After the abort, `generate` still yields a final output, which contains the weight versions.
                     await self.engine.abort(name)
@@ -501,7 +529,7 @@ class AsyncVLLM:
     def _completion(self, output: RequestOutput, key: tuple[int, ...], growing: Growing | None) -> Completion:
         """Return the finished answer to a request, given vLLM's last output for the request."""
         if growing is None:
-            return completion_of(output, key, record_experts=self.record_experts)
+            return completion_of(output, key, record_experts=self.options.record_experts)
         growing.versions = _versions(output.outputs[0], len(growing.ids))
         return growing.completion(output.outputs[0])
 
@@ -599,6 +627,8 @@ class AsyncVLLM:
 
     async def _finish_load(self, version: int) -> None:
         await self.engine.finish_weight_update(str(version))
+        if self.options.adapters is not None:
+            await self.engine.collective_rpc("rltrain_adapt")
         if not self.config.keep_kv_cache:
             await self.engine.reset_prefix_cache(reset_running_requests=True)
         await self.engine.collective_rpc("rltrain_check")
@@ -624,6 +654,22 @@ def sleep_level(config: Config) -> int:
     return 0 if not config.takes_turns else TO_HOST if config.model.lora else DROPPED
 
 
+def adapters_beside(config: Config, path: str) -> LoRAConfig | None:
+    """Return the settings of the adapters that vLLM applies beside the base weights; None if it applies none.
+
+    Raises:
+        ConfigError: `rollout.vllm.adapters` is "separate", but vLLM cannot apply the adapters of this model.
+    """
+    assert config.rollout.vllm is not None, "the vLLM engine needs the settings `rollout.vllm`"
+    lora, wanted = config.model.lora, config.rollout.vllm.adapters
+    if lora is None or wanted == "merged" or (wanted == "auto" and not torch.cuda.is_available()):
+        return None
+    reason = vllm_adapters.unsupported(path, lora)
+    if reason is not None and wanted == "separate":
+        raise ConfigError(f"rollout.vllm.adapters=separate: {reason}; use rollout.vllm.adapters=merged")
+    return lora if reason is None else None
+
+
 def _name(request: Request) -> str:
     return "-".join(map(str, request.key))
 
@@ -644,14 +690,15 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
         )
     check_weights(path, f"model.path={path}")
     assert config.rollout.vllm is not None, "the vLLM engine needs the settings `rollout.vllm`"
+    adapters = adapters_beside(config, path)
     process = config.rollout.vllm.process
     if process == "auto":
         alone = config.rollout.shards == 1 and not torch.cuda.is_available()
         process = "inprocess" if alone else "async"
     kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
     try:
-        level = sleep_level(config)
-        return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=level, record_experts=record)
+        options = EngineOptions(sleep_level(config), record_experts=record, adapters=adapters)
+        return kind(config.rollout, path, config.model.dtype, stop_ids, options)
     except (KeyError, ValueError) as error:  # vLLM raises KeyError or ValueError for unknown tensor names.
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(

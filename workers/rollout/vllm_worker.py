@@ -7,7 +7,7 @@ the weight-transfer backend.
 import pickle
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -36,7 +35,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from rltrain.base.errors import SyncError, described
 from rltrain.data.model_weights import skeleton
 from workers.models.checkpoint_form import in_checkpoint_form, products_in_checkpoint_form
+from workers.rollout import vllm_adapters
 from workers.rollout.vllm_experts import ExpertChecks
+from workers.rollout.vllm_names import checkpoint_names, named_layers, output_heads, vllm_name
 from workers.sync.adapters import Adapters
 from workers.sync.buckets import Bucket, tensors_of, verify
 from workers.sync.checks import check_outputs, probe_vector
@@ -98,10 +99,16 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.helper = ThreadPoolExecutor(1, thread_name_prefix="weight-checks")
 
     def start_weight_update(self) -> None:
-        """Start vLLM's layerwise reload of all layers, after discarding what an interrupted weight update has left."""
+        """Start vLLM's layerwise reload of all layers, after discarding what an interrupted weight update has left.
+
+        If vLLM applies adapters beside the base weights, no layer is reloaded, because the base weights do not change.
+        """
         self.probes: dict[str, np.ndarray] = {}
         self.lookups: Future[dict[str, Tensor]] | None = None
         self.adapters, self.experts = Adapters(self.model_config.model), ExpertChecks(self.model)
+        self.beside = hasattr(self.model, "lora_manager")
+        if self.beside:
+            return
         if self.device.type == "cpu":
             self.experts.forget_kernels()
         for layer in self.model.modules():
@@ -141,10 +148,14 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         """Finish vLLM's layerwise reload, so that all layers, including the output heads, compute with the new weights.
 
+        If vLLM applies adapters beside the base weights, no layer was reloaded, and `adapt` replaces the adapters.
+
         On a CPU, an output head computes with a packed copy of its weights. vLLM's reload does not renew the packed
         copy of a head that is tied to the embedding, so `repack_heads` renews this copy.
         """
         self.reader.close()
+        if self.beside:
+            return
         if self.adapters.parts:
             # vLLM's sleep mode may discard all weights of the engine. The weights without a LoRA adapter are therefore
             # loaded again from the model's files, together with the matrices into which the adapters are merged.
@@ -154,6 +165,13 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.probes and self.device.type == "cpu" and get_tensor_model_parallel_world_size() == 1:
             self.lookups = self.helper.submit(layer_outputs, self.model, products=False)
         repack_heads(self.model)
+
+    def adapt(self) -> None:
+        """Make vLLM apply the received adapters beside the base weights.
+
+        `adapt` must be called after vLLM has ended the weight update, because vLLM then removes all adapters.
+        """
+        vllm_adapters.load_adapters(self.model, self.adapters, version=self.version)
 
     def check_layers(self) -> None:
         """Raise SyncError unless every layer computes with the weights of the last weight update.
@@ -173,6 +191,19 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 ) from error
             probes = self.experts.probes(self.probes)
             check_outputs(outputs, probes, version=self.version, dtype=self.dtype)
+            if self.beside:
+                self._check_adapters()
+
+    def _check_adapters(self) -> None:
+        """Raise SyncError unless the matrices of the adapters, as vLLM's kernels use them, are those of the actor.
+
+        The products of whole layers, which `check_layers` compares, would not show an adapter whose contribution is
+        smaller than the rounding error of the base weights.
+        """
+        wanted = vllm_adapters.expected_products(self.model, self.adapters, getattr(torch, self.dtype))
+        found = {name: output for name, output in adapter_outputs(self.model).items() if name in wanted}
+        expected = {name: value.numpy() for name, value in wanted.items()}
+        check_outputs(found, expected, version=self.version, dtype=self.dtype)
 
     def shutdown(self) -> None:
         """Do nothing; vLLM's interface requires the method `shutdown`."""
@@ -182,18 +213,6 @@ def repack_heads(model: nn.Module) -> None:
     """Make every output head compute with the weights that were loaded last."""
     for module in output_heads(model).values():
         module.quant_method.process_weights_after_loading(module)
-
-
-def output_heads(model: nn.Module) -> dict[str, Any]:
-    """Return the modules that compute logits, by their checkpoint names.
-
-    vLLM's implementations of some models, such as Gemma 2, have no output head of their own, and compute logits with
-    the embedding. A weight sync names the weight of such a head `lm_head.weight`.
-    """
-    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
-    heads = {name: module for name, module in modules.items() if isinstance(module, ParallelLMHead)}
-    embedding = next((module for module in modules.values() if isinstance(module, VocabParallelEmbedding)), None)
-    return heads or ({} if embedding is None else {"lm_head": embedding})
 
 
 def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
@@ -208,37 +227,6 @@ def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
             for name, value in call.arguments.items():
                 if isinstance(value, Tensor) and low <= value.data_ptr() < high:
                     call.arguments[name] = value.clone()
-
-
-def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return a dictionary from the checkpoint name of each tensor to the name that vLLM gives to the tensor.
-
-    If vLLM fuses several layers of the checkpoint into one layer, `checkpoint_names` still gives the tensors of each
-    checkpoint layer a separate name. `checkpoint_names` leaves out the tensors that vLLM's name mapping drops.
-    """
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if mapper is None:
-        return {name: name for name in names}
-    if hasattr(mapper, "orig_to_new_stacked"):
-        mapper = replace(mapper, orig_to_new_stacked={})
-    return {name: mapped for name in names if (mapped := mapper.map_name(name)) is not None}
-
-
-def vllm_name(model: nn.Module, name: str) -> str | None:
-    """Return the name that vLLM gives to a tensor of the checkpoint, or None (see `checkpoint_names`)."""
-    return checkpoint_names(model, [name]).get(name)
-
-
-def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the names and modules of a model, where a module with several names occurs under each of its names.
-
-    vLLM's expert layers contain the router and the shared experts of the module around them. The names that the router
-    and the shared experts have inside an expert layer are left out, because no checkpoint has such names.
-    """
-    named = list(model.named_modules(remove_duplicate=False))
-    inside = tuple(f"{name}." for name, module in named if isinstance(module, MoERunner))
-    outside = {id(module) for name, module in named if not name.startswith(inside)}
-    return [(name, module) for name, module in named if not (name.startswith(inside) and id(module) in outside)]
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
@@ -259,6 +247,10 @@ class WorkerExtension:
     def rltrain_reset(self) -> None:
         """Discard an interrupted weight update, because vLLM starts no update while another update is active."""
         self._weight_update_active = False
+
+    def rltrain_adapt(self) -> None:
+        """Make this rank apply the adapters of the last sync beside the base weights."""
+        self.weight_transfer_engine.adapt()
 
     def rltrain_check(self) -> None:
         """Check that the layers of this rank compute with the weights of the last sync.
@@ -288,6 +280,7 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
         layer. Biases and norm weights are returned unchanged, except for the conversion to float32.
     """
     fused = getattr(model, "packed_modules_mapping", {})
+    adapters = vllm_adapters.adapter_layers(model)
     outputs: dict[str, Tensor] = {}
     if products:
         for name, module in output_heads(model).items():
@@ -298,9 +291,31 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
         if isinstance(module, VocabParallelEmbedding):
             outputs[f"{name}.weight"] = _embedding(module)
         elif isinstance(module, LinearBase):
-            outputs |= _parts(name, module, fused)
+            output = _apply(module)
+            if module in adapters:
+                output = output + vllm_adapters.product(adapters[module], _probe(module))
+            outputs |= _named(name, "weight", _linear(module, output), fused)
+            if module.bias is not None:
+                outputs |= _named(name, "bias", _linear(module, module.bias.float(), is_bias=True), fused)
         else:
             outputs |= {f"{name}.{n}": p.float() for n, p in module.named_parameters(recurse=False) if p.ndim == 1}
+    return outputs
+
+
+@torch.inference_mode()
+def adapter_outputs(model: nn.Module) -> dict[str, Tensor]:
+    """Return the product B (A v) of each adapter of the model, by the checkpoint name of the adapted matrix.
+
+    A and B are the matrices that vLLM's kernels use, and v is the probe vector of the adapted matrix. Under tensor
+    parallelism, all ranks must call `adapter_outputs`, and each rank gets the outputs of the unsharded layers.
+    """
+    fused = getattr(model, "packed_modules_mapping", {})
+    adapters = vllm_adapters.adapter_layers(model)
+    outputs: dict[str, Tensor] = {}
+    for name, module in named_layers(model):
+        if isinstance(module, LinearBase) and module in adapters:
+            output = vllm_adapters.product(adapters[module], _probe(module))
+            outputs |= _named(name, "weight", _linear(module, output), fused)
     return outputs
 
 
@@ -316,24 +331,21 @@ def _embedding(module: VocabParallelEmbedding) -> Tensor:
     return torch.cat([module(rows).float() @ vector for rows in every.split(EMBEDDING_ROWS)])
 
 
-def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Tensor]:
-    """Return the bias and the product of weight and probe vector for each layer that vLLM has fused into `module`.
+def _named(name: str, kind: str, parts: Sequence[Tensor], fused: dict[str, list[str]]) -> dict[str, Tensor]:
+    """Return the outputs of the parts of a layer by their checkpoint names.
 
-    The returned dictionary maps the checkpoint name of each weight to its product with the probe vector, and the
-    checkpoint name of each bias to the bias.
+    Args:
+        name: vLLM's name of the layer.
+        kind: "weight" or "bias".
+        parts: The outputs of the parts that vLLM has fused into the layer.
+        fused: vLLM's dict from the last part of a fused layer's name to the names of the layers in the checkpoint.
     """
-    parent, _, last = name.rpartition(".")
+    parent, _, last = name.removesuffix(vllm_adapters.BASE).rpartition(".")
     names = [f"{parent}.{part}" for part in fused.get(last, [last])]
-    wholes = {"weight": _linear(module, _apply(module))}
-    if module.bias is not None:
-        wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
-    outputs: dict[str, Tensor] = {}
-    for kind, parts in wholes.items():
-        # If the checkpoint, like vLLM, stores a fused layer as one tensor, the layer has only one checkpoint name, so
-        # the outputs of the layer's parts are concatenated.
-        parts = [torch.cat(parts)] if len(names) == 1 else parts
-        outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
-    return outputs
+    # If the checkpoint, like vLLM, stores a fused layer as one tensor, the layer has only one checkpoint name, so the
+    # outputs of the layer's parts are concatenated.
+    parts = [torch.cat(list(parts))] if len(names) == 1 else parts
+    return {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
 
 
 def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> list[Tensor]:
@@ -368,15 +380,18 @@ def _apply(module: Any) -> Tensor:
 
     The bias of the layer is not added to the product of matrix and probe vector.
     """
+    output: Tensor = module.quant_method.apply(module, _probe(module)[None].contiguous())
+    return output[0].float()
+
+
+def _probe(module: Any) -> Tensor:
+    """Return the values of the probe vector that belong to this rank's inputs of a layer, in the layer's dtype."""
     is_head = isinstance(module, VocabParallelEmbedding)
     whole = module.embedding_dim if is_head else module.input_size
     size = whole if is_head else getattr(module, "input_size_per_partition", whole)
     dtype = module.params_dtype
     vector = probe_vector(whole, dtype).to(dtype=dtype, device=next(module.parameters()).device)
-    if size != whole:
-        vector = vector.split(size)[get_tensor_model_parallel_rank()]
-    output: Tensor = module.quant_method.apply(module, vector[None].contiguous())
-    return output[0].float()
+    return vector if size == whole else vector.split(size)[get_tensor_model_parallel_rank()]
 
 
 def _part_sizes(module: ColumnParallelLinear) -> list[int]:

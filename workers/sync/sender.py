@@ -200,8 +200,8 @@ class AdapterSender(Sender):
     and a fixed random vector. An engine uses the products that it receives to verify its merged weights (see
     `checks.probe`).
 
-    `AdapterSender` takes the same arguments as `Sender`. Each engine merges the adapters into its own copy of the base
-    weights, as `workers.sync.adapters` describes.
+    `AdapterSender` takes the same arguments as `Sender`. Each engine has its own copy of the base weights, and merges
+    the adapters into them or applies the adapters beside them (`rollout.vllm.adapters`).
     """
 
     def __init__(self, model: nn.Module, *, version: int, dtype: str, check: bool) -> None:

@@ -63,6 +63,7 @@ CHANGEABLE = {
     "rollout.max_log_prob_gap",
     "rollout.verify_sync",
     "rollout.weight_transport",
+    "rollout.vllm.adapters",
     "rollout.vllm.arguments",
     "rollout.vllm.gpu_memory_utilization",
     "rollout.vllm.kv_cache_mb",

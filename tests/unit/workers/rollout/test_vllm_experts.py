@@ -51,7 +51,9 @@ def test_missing_experts_and_those_of_another_number_of_tokens_are_refused(exper
 
 @pytest.mark.parametrize("record", [False, True])
 def test_vllm_is_asked_for_experts_only_with_replay(record):
-    arguments = vllm_engine.engine_arguments(compose([])[0].rollout, "model", "float32", record_experts=record)
+    arguments = vllm_engine.engine_arguments(
+        compose([])[0].rollout, "model", "float32", vllm_engine.EngineOptions(record_experts=record)
+    )
     assert arguments.get("enable_return_routed_experts", False) is record
 
 

@@ -175,7 +175,7 @@ def test_what_was_aborted_never_answers_for_a_request_of_the_same_key(made, monk
     engine, _, _ = made()
     queues, requests = {}, [Request((0, number), [1], 1.0, 4, 0) for number in range(2)]
 
-    async def generate(prompt, params, name):
+    async def generate(prompt, params, name, lora_request=None):
         queues[name] = asyncio.Queue()
         yield SimpleNamespace(finished=True, ids=await queues[name].get())
 

@@ -1,0 +1,143 @@
+"""Low-rank adapters (LoRA) that vLLM applies beside the base weights.
+
+For an adapted layer, vLLM computes W x + B (A x), where W is the base matrix, and A and B are the matrices of the
+adapter (arXiv 2106.09685). A weight sync replaces only A and B, and W stays as it was loaded from the model's files.
+The alternative is to merge the adapters into W, as `workers.sync.adapters` does.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+
+from rltrain.base.errors import SyncError
+from rltrain.data.model_weights import skeleton
+from rltrain.settings.schema import LoRAConfig
+from workers.models.adapter_weights import A, B
+from workers.models.expert_parallel import expert_modules
+from workers.models.lora import adapted_layers
+from workers.rollout.vllm_names import vllm_name
+from workers.sync.adapters import Adapters
+from workers.sync.checks import probe_vector
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # Adapter ranks for which vLLM can reserve memory.
+BASE = ".base_layer"  # Suffix of the name of an adapted layer's base layer in vLLM's model.
+# The adapter of the policy. vLLM never opens the path, because a weight sync puts the adapter into vLLM's memory.
+POLICY = LoRARequest(lora_name="policy", lora_int_id=1, lora_path="received from the trainer")
+
+
+def adapter_arguments(path: str, lora: LoRAConfig) -> dict[str, Any]:
+    """Return the engine arguments with which vLLM reserves memory for the adapters of `model.lora`.
+
+    Args:
+        path: Model directory.
+        lora: Settings of the adapters.
+    """
+    targets = sorted({layer.rpartition(".")[2] for layer in adapted_layers(skeleton(path), lora)})
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in RANKS if rank >= lora.rank),
+        "lora_target_modules": targets,
+    }
+
+
+def unsupported(path: str, lora: LoRAConfig) -> str | None:
+    """Return why adapters cannot be applied beside the base weights of a model, or None if they can.
+
+    Args:
+        path: Model directory.
+        lora: Settings of the adapters.
+    """
+    if lora.rank > RANKS[-1]:
+        return f"vLLM applies adapters of at most rank {RANKS[-1]}, but model.lora.rank is {lora.rank}"
+    model = skeleton(path)
+    if next(expert_modules(model), None) is not None:
+        return "the weights of experts are checked only when they are loaded, and base weights are not loaded again"
+    if hasattr(model.config, "vision_config"):
+        return "vLLM applies no adapters in image encoders"
+    return None
+
+
+def load_adapters(model: Any, received: Adapters, *, version: int) -> None:
+    """Make vLLM's model compute with the adapters that were received in a weight sync.
+
+    Args:
+        model: vLLM's model, created with the arguments of `adapter_arguments`.
+        received: The matrices of all adapters.
+        version: Version of the weights, for error messages.
+
+    Raises:
+        SyncError: A matrix did not arrive, or vLLM has no layer to which it can apply a received adapter.
+    """
+    manager = model.lora_manager
+    known = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
+    tensors, rank = dict[str, Tensor](), 1
+    for layer in _layers(received):
+        a, b, own = received.parts.get(layer + A), received.parts.get(layer + B), _vllm_layer(model, layer)
+        if a is None or b is None or own not in known:
+            raise SyncError(
+                f"weight sync {version}: vLLM cannot apply the adapter of the layer '{layer}', because the layer is "
+                "missing in vLLM's model, or one of the adapter's matrices did not arrive; use "
+                "rollout.vllm.adapters=merged"
+            )
+        # `b` is multiplied here, because vLLM would multiply it in place.
+        tensors |= {own + A: a, own + B: b * received.scale}
+        rank = len(a)
+    settings = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])  # vLLM scales adapters by lora_alpha / r, or 1.
+    adapter = LoRAModel.from_lora_tensors(
+        POLICY.lora_int_id, tensors, settings, device="cpu", dtype=manager.lora_config.lora_dtype
+    )
+    manager.remove_adapter(adapter.id)
+    manager.add_adapter(adapter)
+    manager.activate_adapter(adapter.id)
+
+
+def expected_products(model: Any, received: Adapters, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the product s B (A v) of each received adapter in float32, by vLLM's name of the adapted matrix.
+
+    s is the adapter's scale, and v is the probe vector of the matrix (see `workers.sync.checks`).
+
+    Args:
+        model: vLLM's model.
+        received: The matrices of all adapters.
+        dtype: Data type of the engine's weights, to whose precision the probe vector is rounded.
+    """
+    products = {}
+    for layer in _layers(received):
+        a, b = received.parts[layer + A].float(), received.parts[layer + B].float()
+        product = received.scale * (b @ (a @ probe_vector(a.size(1), dtype)))
+        products[f"{_vllm_layer(model, layer)}.weight"] = product
+    return products
+
+
+def adapter_layers(model: nn.Module) -> Mapping[nn.Module, BaseLinearLayerWithLoRA]:
+    """Return a dict from the base layer of each adapted layer in vLLM's model to the layer that applies the adapter."""
+    return {module.base_layer: module for module in model.modules() if isinstance(module, BaseLinearLayerWithLoRA)}
+
+
+def product(layer: BaseLinearLayerWithLoRA, vector: Tensor) -> Tensor:
+    """Return the product B (A v) for the matrices that vLLM's kernels use in a layer, in float32.
+
+    Under tensor parallelism, the matrices are this rank's parts.
+
+    Args:
+        layer: Layer of vLLM's model that applies an adapter.
+        vector: This rank's part of the vector v, of shape (inputs,).
+    """
+    halves = zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True)
+    return torch.cat([b[0, 0].float() @ (a[0, 0].float() @ vector.float()) for a, b in halves])
+
+
+def _layers(received: Adapters) -> list[str]:
+    return sorted({name.removesuffix(A).removesuffix(B) for name in received.parts})
+
+
+def _vllm_layer(model: nn.Module, layer: str) -> str:
+    """Return vLLM's name of a layer of the checkpoint."""
+    return (vllm_name(model, f"{layer}.weight") or layer).removesuffix(".weight")
