@@ -17,6 +17,7 @@ from workers.rollout.turns import TurnFormat, TurnRequest, TurnResult
 
 Parser = Callable[[str], ParsedAction]  # Function that finds the tool calls in the text of an action.
 RENDERERS = 64  # Maximum number of cached renderers for requests that bring their own tools.
+PROMPTS = 64  # Maximum number of cached prompts.
 CUT = "\n[cut off after {tokens} tokens]"  # Mark that is appended to a message whose text was cut off.
 
 
@@ -40,6 +41,8 @@ class TurnServer:
         self.finished: dict[str, list[TurnResult]] = {}
         self._numbers = itertools.count()
         self._renderers: dict[str, TurnRenderer] = {}  # Renderers for requests that bring their own tools.
+        # Token ids of rendered prompts. The trajectories of a prompt group mostly have the same prompt.
+        self._prompts: dict[str, list[int]] = {}
         # A lock is needed, because several threads call `begin` and the renderer has only one rendering process.
         self._rendering = threading.Lock()
 
@@ -80,7 +83,9 @@ class TurnServer:
             if not first:
                 prompt = _prompt_of(messages) if new_context else []
                 messages = prompt + [self._shortened(one, turn.max_message_tokens) for one in messages[len(prompt) :]]
-            if new_context:
+            if first and new_context:
+                observed = self._first_prompt(renderer, messages, turn.tools)
+            elif new_context:
                 observed = renderer.prompt_ids(messages)
             else:
                 observed = renderer.observation_ids(messages, turn.action_ids)
@@ -100,6 +105,18 @@ class TurnServer:
         room = turn.room if first else turn.room - len(observed)
         context = [*turn.context_ids, *turn.action_ids, *observed]
         return replace(result, full=room < 1), context, min(room, turn.max_tokens)
+
+    def _first_prompt(
+        self, renderer: TurnRenderer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[int]:
+        """Return the token ids of a trajectory's prompt, rendered once for all trajectories with the same prompt."""
+        key = json.dumps([messages, tools], default=repr)
+        if key not in self._prompts:
+            ids = renderer.prompt_ids(messages)
+            while len(self._prompts) >= PROMPTS:
+                self._prompts.pop(next(iter(self._prompts)))
+            self._prompts[key] = ids
+        return self._prompts[key]
 
     def _renderer_with(self, tools: Sequence[Mapping[str, Any]]) -> TurnRenderer:
         """Return a renderer whose prompts describe the tools in `tools`.

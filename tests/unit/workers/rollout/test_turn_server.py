@@ -72,6 +72,23 @@ def test_environment_workers_in_different_threads_get_the_turns_of_their_own_mes
         assert all(f"{client} {n}" in tokenizer.decode(one.observation_ids) for n, one in enumerate(found))
 
 
+def test_a_prompt_is_rendered_once_for_all_trajectories_of_its_group(server, monkeypatch):
+    rendered, render = [], server.renderer.prompt_ids
+    monkeypatch.setattr(server.renderer, "prompt_ids", lambda messages: rendered.append(messages) or render(messages))
+    texts = ["one", "two", *(f"text {number}" for number in range(64))]
+    for sample in range(3):
+        for number, text in enumerate(texts[:2]):
+            (request,), _ = server.begin("client", [turn(number, text, key=(number, sample, 0))])
+            assert list(request.prompt_ids) == render([{"role": "user", "content": text}])
+    assert len(rendered) == 2
+    # A prompt that was not needed for long is forgotten, and a prompt with other tools is another prompt.
+    server.begin("client", [turn(9, text) for text in texts[2:]])
+    server.begin("client", [turn(0, "one", key=(0, 3, 0))])
+    assert len(rendered) == 2 + 64 + 1
+    (request,), _ = server.begin("client", [turn(0, "one", key=(0, 4, 0), tools=[TOOL], max_prompt_tokens=999)])
+    assert "f()" in server.tokenizer.decode(request.prompt_ids)
+
+
 def test_an_answer_to_a_turn_that_was_aborted_is_dropped(server, tokenizer):
     (request,), _ = server.begin("a", [turn(1, "old")])
     server.abort()
