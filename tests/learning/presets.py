@@ -37,7 +37,7 @@ def settings_of(name: str, output: Path) -> tuple[str, ...]:
     """Return the command-line arguments that select a preset or a variant."""
     found = VARIANTS.get(name, (f"algorithm={name}",))
     if name in ("distill", "mopd"):
-        return (*found, f"algorithm.distillation.teachers=[{teacher(output)[0]}]")
+        return (*found, f"algorithm.distillation.teachers=[{teacher(output, 120)[0]}]")
     return found
 
 
