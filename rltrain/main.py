@@ -236,6 +236,7 @@ def run(config: Config, args: Args, heartbeat: Heartbeat, lock: RunLock) -> int:
     files of the run are written.
     """
     from rltrain.monitoring.console import summary
+    from rltrain.run.environments import unread_rewards
     from rltrain.run.memory.plan import require_room
     from rltrain.trajectories.token_rewards import with_all_knobs
 
@@ -253,7 +254,7 @@ def run(config: Config, args: Args, heartbeat: Heartbeat, lock: RunLock) -> int:
     with heartbeat.during("planning the memory"):
         memory = memory_of(config, nodes)
         plan(config, args, console, prompts, evaluations, memory)
-    if warning := sandbox_warning(config):
+    for warning in filter(None, (sandbox_warning(config), unread_rewards(config))):
         print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (reward processes cannot print: output dropped)
     if args.action == "plan":
         return show_memory(config, memory, console)

@@ -88,15 +88,19 @@ def valid_unicode(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def as_step(value: Any) -> tuple[str, float | None, bool]:
+def as_step(value: Any, name: str = STEP) -> tuple[str, float | None, bool]:
     """Check the value that an environment's `step` has returned, and return (observation, reward, done).
+
+    Args:
+        value: the value that `step` has returned.
+        name: name of the method for error messages, such as `HigherLower.step`.
 
     Raises:
         EnvironmentFailure: the value that `step` has returned is not a tuple or list (observation, reward, done), or
             the reward is not a finite number.
     """
     if not isinstance(value, tuple | list) or len(value) != 3:
-        raise EnvironmentFailure(f"step returned {value!r:.80}; it must return (observation, reward, done)")
+        raise EnvironmentFailure(f"{name} returned {value!r:.80}; it must return (observation, reward, done)")
     observation, reward, done = value
     return as_text(observation), as_reward(reward), bool(done)
 

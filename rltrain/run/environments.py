@@ -13,10 +13,11 @@ from rltrain.data.chat_templates import TemplateError
 from rltrain.data.prompts import PromptSet
 from rltrain.data.turn_rendering import TurnRenderer
 from rltrain.environments.agents import OFFERED, is_function, missing_arguments
-from rltrain.environments.contract import STEP, EnvironmentFailure, missing_columns, tool_names
+from rltrain.environments.contract import REWARDS, STEP, EnvironmentFailure, missing_columns, tool_names
 from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, format_of
-from rltrain.rewards.loading import absolute, import_function
-from rltrain.settings.schema import RolloutConfig
+from rltrain.rewards.loading import absolute, import_function, load_function
+from rltrain.rewards.signatures import parameters
+from rltrain.settings.schema import Config, RolloutConfig
 from workers.environments.mcp_tools import is_url, tools_of
 from workers.environments.messages import Environments, EnvironmentSource, Limits
 from workers.rollout.turn_server import parser_of
@@ -221,6 +222,25 @@ def load_environment(config: RolloutConfig) -> type | None:
             "arguments; give each parameter a default, or make it a parameter of reset, which gets columns of the data"
         )
     return found
+
+
+def unread_rewards(config: Config) -> str:
+    """Return a warning if the environment of a run gives rewards that no reward function reads, or else "".
+
+    Raises:
+        ConfigError: the environment or a reward function cannot be loaded.
+    """
+    environment = load_environment(config.rollout)
+    if environment is None or not any(callable(getattr(environment, name, None)) for name in (STEP, *REWARDS)):
+        return ""
+    for one in config.reward.functions:
+        taken = parameters(load_function(one.path))
+        if any(parameter.name == "environment_reward" for parameter in taken):
+            return ""
+    return (
+        f"rollout.environment={config.rollout.environment}: the rewards that the environment gives do not count, "
+        "because no reward function reads them; add environment_reward to reward.functions"
+    )
 
 
 def _needed_arguments(environment: type) -> list[str]:

@@ -121,9 +121,10 @@ def _turn_columns(trajectories: Sequence[Trajectory], offsets: torch.Tensor) -> 
 
 def _environment_columns(trajectories: Sequence[Trajectory]) -> DataProto:
     """Return the columns that only trajectories in environments have, for metrics and for tables of rollouts."""
+    # A trajectory whose environment has failed contains a turn without an action, which is not counted.
     counts = {
-        "turns": torch.tensor([len(t.turns) for t in trajectories]),
-        "contexts": torch.tensor([t.contexts for t in trajectories]),
+        "turns": torch.tensor([0 if t.error else len(t.turns) for t in trajectories]),
+        "contexts": torch.tensor([0 if t.error else t.contexts for t in trajectories]),
         "tool_calls": torch.tensor([t.tool_calls for t in trajectories]),
     }
     return DataProto.from_dict(

@@ -21,6 +21,7 @@ from rltrain.batch.trajectory import Trajectory
 from rltrain.data.prompt_order import PromptOrder
 from rltrain.data.prompt_pools import PromptPools
 from rltrain.data.prompts import Prompt, PromptSet
+from rltrain.rewards.loading import is_environment_reward
 from rltrain.settings.schema import Config
 from rltrain.trajectories.batch_building import (
     answers_of,
@@ -572,7 +573,7 @@ class Collector:
         kinds = Counter(result.error for result in failures).most_common(3)
         first = {result.error: result.key for result in reversed(failures)}
         shown = "; ".join(
-            f"{error} ({count} x, first in prompt group {uid}, sample {number})"
+            f"{error} ({count} x, first in {_name_of(uid)}, sample {number})"
             for error, count, (uid, number) in ((error, count, first[error]) for error, count in kinds)
         )
         limit = self.config.reward.max_failed_fraction
@@ -594,11 +595,22 @@ class Collector:
         failures = [result for result in results if result.failed]
         scores = [score for result in results for score in result.scores]
         if scores and not failures and all(score is None for score in scores):
+            environments = any(is_environment_reward(one.path) for one in self.config.reward.functions)
+            advice = "return a number for the samples that a function judges"
+            if environments:
+                advice = (
+                    "the environment gave no reward: return a number from its method `step` or `reward`, or from the "
+                    "agent program"
+                )
             raise RewardError(
-                f"no reward function applied to any of {len(results)} samples: all returned None; return a "
-                "number for the samples that a function judges"
+                f"no reward function applied to any of {len(results)} samples: all returned None; {advice}"
             )
         if len(failures) > self.config.reward.max_failed_fraction * len(results):
             error = self._too_many(groups, failures, len(results))
             error.batch = batch
             raise error
+
+
+def _name_of(uid: int) -> str:
+    """Return the name of a prompt group for messages. The groups of evaluations have negative uids."""
+    return f"prompt group {uid}" if uid >= 0 else "an evaluation"

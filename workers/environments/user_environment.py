@@ -104,7 +104,8 @@ class UserEnvironment:
         Raises:
             EnvironmentFailure: the user's code raised an exception, took too long or returned an invalid value.
         """
-        return as_step(await self._required(STEP, getattr(self._object, STEP), text))
+        value = await self._required(STEP, getattr(self._object, STEP), text)
+        return as_step(value, f"{type(self._object).__name__}.{STEP}")
 
     async def reward(self) -> float | None:
         """Return the reward of the whole trajectory, or None if the environment gives no reward of the whole

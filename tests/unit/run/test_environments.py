@@ -8,7 +8,7 @@ import pytest
 from rltrain.base.errors import ConfigError
 from rltrain.data.prompt_form import PromptOptions
 from rltrain.data.prompts import load_prompts
-from rltrain.run.environments import environments_for, tools_of_run, turn_format
+from rltrain.run.environments import environments_for, tools_of_run, turn_format, unread_rewards
 from rltrain.settings.compose import compose
 from tests.chat_model import chat_tokenizer
 
@@ -40,6 +40,13 @@ class Game(Shop):
     def step(self, text): ...
 
     def helper(self, undescribed): ...
+
+
+class Rewarding(Shop):
+    def reward(self): ...
+
+
+def own(prompt, response, *, environment_reward): ...
 
 
 class Silent:
@@ -130,6 +137,22 @@ def test_a_method_without_a_docstring_is_named_with_its_class_its_file_and_its_l
     assert refusal(f"rollout.environment={file}:Silent").startswith(
         f"rollout.environment: the method half of the class Silent ({file}:{line}): no schema can be made for the model"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "functions", "warned"),
+    [
+        ("Rewarding", "exact_answer", True),
+        ("Game", "exact_answer", True),
+        ("Rewarding", "exact_answer,environment_reward", False),
+        ("Rewarding", "{file}:own", False),
+        ("Shop", "exact_answer", False),
+    ],
+)
+def test_rewards_of_an_environment_that_no_reward_function_reads_are_pointed_out(file, name, functions, warned):
+    functions = functions.format(file=file)
+    config = compose([f"rollout.environment={file}:{name}", f"reward.functions=[{functions}]"])[0]
+    assert unread_rewards(config).endswith("add environment_reward to reward.functions") == warned
 
 
 @pytest.mark.parametrize("form", ["Game", "file.Game"])

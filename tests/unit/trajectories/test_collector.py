@@ -14,7 +14,7 @@ from rltrain.data.prompts import Prompt
 from rltrain.monitoring.step_metrics import sample_metrics
 from rltrain.settings.compose import compose
 from rltrain.trajectories.batch_building import to_batch
-from rltrain.trajectories.collector import EVAL_SEED, Collector
+from rltrain.trajectories.collector import EVAL_SEED, Collector, _name_of
 from rltrain.trajectories.prompt_groups import Group, GroupState, trajectory_of
 from rltrain.trajectories.scoring import on_last_token
 from rltrain.trajectories.token_rewards import estimate_advantages
@@ -86,14 +86,18 @@ def some_fail(request) -> SampleScores:
     return SampleScores(request.key, (None,), failed=True, error=f"error {number}") if number else by_key(request)
 
 
+def no_score(request) -> SampleScores:
+    return SampleScores(request.key, (None,))
+
+
 @pytest.fixture
 def collector(tasks):
     """Return a function that makes and starts a collector."""
 
-    def make(score=by_key, *, engines=None, max_failed=0.5, staleness=0) -> Collector:
+    def make(score=by_key, *, engines=None, max_failed=0.5, staleness=0, reward="reward=median") -> Collector:
         config, _ = compose(
             ["trainer.prompts_per_step=3", "trainer.prompts_per_minibatch=3", "rollout.samples_per_prompt=4",
-             "trainer.seed=5", "data.shuffle=false", f"reward.max_failed_fraction={max_failed}"]
+             "trainer.seed=5", "data.shuffle=false", f"reward.max_failed_fraction={max_failed}", reward]
         )  # fmt: skip
         made = Collector(config, rollout=engines or Engines(), rewards=Judges(score), prompts=PROMPTS, tasks=tasks)
         made.groups.max_staleness = staleness
@@ -274,6 +278,22 @@ async def test_too_many_failed_rewards_stop_the_run_and_the_first_of_this_step_a
     assert len(caught.value.batch) == 12
 
 
+async def test_failed_samples_of_an_evaluation_are_not_named_by_a_prompt_group(collector):
+    assert [_name_of(uid) for uid in (3, 0, -16)] == ["prompt group 3", "prompt group 0", "an evaluation"]
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [
+        ("environment_reward", "the environment gave no reward: return a number from its method `step` or `reward`"),
+        ("exact_match", "return a number for the samples that a function judges"),
+    ],
+)
+async def test_a_step_without_any_score_says_who_must_give_one(collector, function, advice):
+    with pytest.raises(RewardError, match=f"any of 12 samples: all returned None; {advice}"):
+        await collect(collector(no_score, reward=f"reward.functions=[{function}]"), 0)
+
+
 async def test_failed_conversations_stop_the_run_as_conversations_and_not_as_rewards(collector):
     class Broken(Engines):
         all_break = True
@@ -393,11 +413,6 @@ async def test_a_failure_of_an_earlier_step_does_not_start_the_patience_of_this_
     made.take()
     await made.answers(1)
     assert made.first_failure == 0.0
-
-
-async def test_rewards_of_which_none_applies_are_named_so(collector):
-    with pytest.raises(RewardError, match=r"no reward function applied to any of \d+ samples"):
-        await collect(collector(lambda request: SampleScores(request.key, (None,))), 0)
 
 
 # Tests of groups converted to a batch
