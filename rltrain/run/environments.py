@@ -225,7 +225,10 @@ def load_environment(config: RolloutConfig) -> type | None:
 
 
 def unread_rewards(config: Config) -> str:
-    """Return a warning if the environment of a run gives rewards that no reward function reads, or else "".
+    """Return a warning if a run with an environment that can give rewards has no reward function that reads them.
+
+    An environment can give rewards if its class has a method `step`, `reward` or `get_reward`. Otherwise, or if a
+    reward function reads the rewards, `unread_rewards` returns "".
 
     Raises:
         ConfigError: the environment or a reward function cannot be loaded.
@@ -238,7 +241,7 @@ def unread_rewards(config: Config) -> str:
         if any(parameter.name == "environment_reward" for parameter in taken):
             return ""
     return (
-        f"rollout.environment={config.rollout.environment}: the rewards that the environment gives do not count, "
+        f"rollout.environment={config.rollout.environment}: any rewards of the environment do not count, "
         "because no reward function reads them; add environment_reward to reward.functions"
     )
 

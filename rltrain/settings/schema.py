@@ -484,6 +484,8 @@ ENGINE_ARGUMENTS = {
     "max_loras": "model.lora and rollout.vllm.adapters",
     "max_lora_rank": "model.lora.rank",
     "lora_target_modules": "model.lora.targets",
+    "lora_dtype": "model.dtype",
+    "fully_sharded_loras": "rltrain's checks of adapters, which need unsharded matrices",
 }
 
 
@@ -509,10 +511,10 @@ class VLLMConfig:
         above=0,
         at_most=1,
     )
-    adapters: Literal["auto", "separate", "merged"] = key(
-        "How the engine applies the adapters of model.lora. separate: beside the base weights, which stay unchanged in "
-        "weight syncs. merged: each weight sync reads the base weights from the model's files and merges the adapters "
-        "into them. auto: separate on GPUs if vLLM can apply adapters in all target layers; otherwise merged."
+    adapters: Literal["merged", "separate"] = key(
+        "How the engine applies the adapters of model.lora. merged: each weight sync reads the base weights from the "
+        "model's files and merges the adapters into them. separate: vLLM applies the adapters beside the base weights, "
+        "so that a weight sync replaces only the adapters."
     )
     arguments: dict[str, Any] = key(
         "Further engine arguments of vLLM, such as max_num_batched_tokens or kv_cache_dtype.",

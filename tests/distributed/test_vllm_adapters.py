@@ -1,5 +1,7 @@
 """Tests of vLLM engines that apply adapters beside the base weights (`rollout.vllm.adapters=separate`)."""
 
+from dataclasses import replace
+
 import pytest
 import pytest_asyncio
 import torch
@@ -23,7 +25,8 @@ pytestmark = [
     pytest.mark.slow, pytest.mark.usefixtures("ray_here", "process_group"), pytest.mark.asyncio(loop_scope="module")
 ]  # fmt: skip
 LORA = LoRAConfig(rank=4, alpha=8.0, targets=["all-linear"])
-PROMPT = char_tokenizer()("2299907=")["input_ids"]
+# The prompt is longer than a block of vLLM's prefix cache, so that a sync must empty the cache.
+PROMPT = char_tokenizer()("2299907=" * 6)["input_ids"]
 
 
 def adapted(path: str, seed: int, *, lora: LoRAConfig = LORA, size: float = 0.2) -> torch.nn.Module:
@@ -40,14 +43,15 @@ def adapted(path: str, seed: int, *, lora: LoRAConfig = LORA, size: float = 0.2)
 
 
 def buckets(model: torch.nn.Module, *, version: int = 1, dtype: str = "float32") -> list[Bucket]:
-    sender = AdapterSender(model, version=version, dtype=dtype, check=True)
+    sender = AdapterSender(model, version=version, dtype=dtype, check=True, merged=False)
     return [join([sender.write(number, None)]) for number in range(len(sender.layout))]
 
 
 async def new_engine(path: str, *overrides: str, lora: LoRAConfig = LORA) -> Role[RolloutWorker]:
     targets = ",".join(lora.targets)
     config, _ = compose([
-        "rollout.vllm.adapters=separate", f"model.lora={{rank:{lora.rank},alpha:{lora.alpha},targets:[{targets}]}}",
+        "rollout.vllm.adapters=separate", "rollout.max_prompt_length=64",
+        f"model.lora={{rank:{lora.rank},alpha:{lora.alpha},targets:[{targets}]}}",
         *overrides,
     ])  # fmt: skip
     process = spawner(config, "rollout replica", 1)(0)
@@ -85,40 +89,26 @@ async def test_the_engine_samples_from_the_adapted_model_and_each_sync_replaces_
     assert await log_prob_gap(engine, adapted(start, 1), 3) > 1e-2
 
 
-async def test_a_sync_leaves_the_base_weights_where_they_are(engine, start):
+async def test_a_sync_leaves_the_base_weights_where_they_are(ray_here, start):
     def weights(host):
         def read(worker):
             named = worker.model_runner.model.named_parameters()
             return {name: (weight.data_ptr(), float(weight.double().sum())) for name, weight in named}
 
-        made = host.roles["rollout"].engine
-        if hasattr(made, "loop"):  # The shards have processes of their own, to which functions cannot be sent.
-            return None
-        return made.engine.collective_rpc(read)
+        return host.roles["rollout"].engine.engine.collective_rpc(read)
 
-    before = await on([engine.process], weights)
+    engine = await new_engine(start)
+    (((before,),),) = [await on([engine.process], weights)]
+    assert any("qkv_proj.base_layer.weight" in name for name in before)
     await load(engine, buckets(adapted(start, 4)))
-    assert await on([engine.process], weights) == before
+    assert await on([engine.process], weights) == [[before]]
 
 
-def changed(sent: list[Bucket], factor: float) -> list[Bucket]:
-    """Multiply the scale of all adapters, as if the sender had sent other matrices than those of its products."""
-    for bucket in sent:
-        bucket.scale *= factor
-    return sent
-
-
-async def test_E5_adapters_that_do_not_give_the_products_of_the_actor_are_refused(engine, start):
-    with pytest.raises(SyncError, match=r"does not compute with the actor's 'model\.layers"):
-        await load(engine, changed(buckets(adapted(start, 5)), 1.1))
-
-
-async def test_E5_adapters_smaller_than_the_rounding_of_the_base_weights_are_checked_too(ray_here, start):
-    """The products of whole layers would not show the error, which is far below the precision of bfloat16."""
+async def test_E5_adapters_that_the_engine_scales_wrongly_are_refused(ray_here, start):
+    """The adapters are small, so the error is far below the precision of the base weights in bfloat16."""
     engine = await new_engine(start, "model.dtype=bfloat16")
     model = adapted(start, 7, size=1e-3)
     await load(engine, buckets(model, dtype="bfloat16"))
-    assert await log_prob_gap(engine, model, 7) < 0.1
 
     def wrong_scale(host):
         def spoil(worker):
@@ -138,3 +128,47 @@ async def test_E5_adapters_smaller_than_the_rounding_of_the_base_weights_are_che
     await on([engine.process], wrong_scale)
     with pytest.raises(SyncError, match=r"does not compute with the actor's 'model\.layers"):
         await load(engine, buckets(model, dtype="bfloat16"))
+
+
+async def test_E5_adapters_of_rank_1_in_bfloat16_pass_the_checks(ray_here, start):
+    """The rounding of A and B to bfloat16 changes some products B (A v) by far more than the checks allow."""
+    lora = LoRAConfig(rank=1, alpha=3.0, targets=["all-linear"])
+    engine = await new_engine(start, "model.dtype=bfloat16", lora=lora)
+    for seed in range(8):
+        await load(engine, buckets(adapted(start, seed, lora=lora), version=seed, dtype="bfloat16"))
+
+
+async def test_an_answer_that_a_sync_interrupts_goes_on_with_the_new_adapters(engine, start):
+    old, new = adapted(start, 8), adapted(start, 9)
+    await load(engine, buckets(old, version=8))
+    requests = [Request((8, n), PROMPT, 1.0, 16, stream_seed(0, 8, n)) for n in range(8)]
+    await engine.call(RolloutWorker.submit, requests)
+    await load(engine, buckets(new, version=9))
+    found: list[Completion] = []
+    while len(found) < len(requests):
+        found += await engine.call(RolloutWorker.poll, 5.0)
+    seen = set()
+    for answer in found:
+        ids = torch.tensor([[*PROMPT, *answer.token_ids]])
+        for version, model in ((8, old), (9, new)):
+            with torch.no_grad():
+                predicted = model(ids).logits[0].log_softmax(-1)[len(PROMPT) - 1 : -1]
+            expected = predicted.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+            of_version = torch.tensor(answer.versions) == version
+            seen |= {version} if of_version.any() else set()
+            gaps = (expected - torch.tensor(answer.log_probs))[of_version]
+            assert of_version.sum() == 0 or float(gaps.abs().max()) < 1e-4
+    assert 9 in seen
+
+
+# After a refused sync, an engine with two shards reports the error of its second shard in the next sync. For this
+# reason, this test is the last one with the engines that tests share.
+async def test_E5_base_weights_that_are_not_those_of_the_actor_are_refused(engine, start):
+    sent = buckets(adapted(start, 5))
+    for bucket in sent:
+        bucket.pieces = [
+            replace(p, probe=p.probe + 1e-3 * abs(p.probe).max()) if p.name.endswith("1.mlp.up_proj.weight") else p
+            for p in bucket.pieces
+        ]
+    with pytest.raises(SyncError, match=r"does not compute with the actor's 'model\.layers\.1\.mlp\.up_proj"):
+        await load(engine, sent)

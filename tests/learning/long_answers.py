@@ -18,7 +18,7 @@ from rltrain.tasks.tiny_model import cache_root, make_start
 COPIES = 20
 LIMIT = COPIES * 10 + 3 + 1  # tokens of an answer, and one more
 SORTED = 0.5  # share of answers with sorted digits
-STEPS = 600
+STEPS = 300
 
 
 def mess(digits: str, rng: random.Random) -> tuple[str, bool]:

@@ -110,7 +110,10 @@ class TurnServer:
         self, renderer: TurnRenderer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> list[int]:
         """Return the token ids of a trajectory's prompt, rendered once for all trajectories with the same prompt."""
-        key = json.dumps([messages, tools], default=repr)
+        try:
+            key = json.dumps([messages, tools])
+        except TypeError:  # A message with values that JSON cannot express is rendered each time.
+            return renderer.prompt_ids(messages)
         if key not in self._prompts:
             ids = renderer.prompt_ids(messages)
             while len(self._prompts) >= PROMPTS:

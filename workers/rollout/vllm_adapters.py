@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models import ModelRegistry, supports_lora
 
-from rltrain.base.errors import SyncError
+from rltrain.base.errors import ConfigError, SyncError
 from rltrain.data.model_weights import skeleton
 from rltrain.settings.schema import LoRAConfig
 from workers.models.adapter_weights import A, B
@@ -47,20 +49,38 @@ def adapter_arguments(path: str, lora: LoRAConfig) -> dict[str, Any]:
     }
 
 
-def unsupported(path: str, lora: LoRAConfig) -> str | None:
-    """Return why adapters cannot be applied beside the base weights of a model, or None if they can.
+def check_adapters(path: str, dtype: str, lora: LoRAConfig) -> None:
+    """Raise ConfigError if vLLM cannot apply the adapters of a model beside the base weights.
 
     Args:
         path: Model directory.
+        dtype: Data type of the weights, "float32" or "bfloat16".
         lora: Settings of the adapters.
     """
+    model = skeleton(path)
+    if (reason := _obstacle(model, dtype, lora)) is not None:
+        raise ConfigError(f"rollout.vllm.adapters=separate: {reason}; use rollout.vllm.adapters=merged")
+
+
+def _obstacle(model: PreTrainedModel, dtype: str, lora: LoRAConfig) -> str | None:
+    """Return why vLLM cannot apply adapters beside the base weights of a model, or None if it can."""
+    if torch.cuda.is_available() and dtype == "float32":
+        return "on GPUs, vLLM's kernels for adapters need model.dtype=bfloat16"
     if lora.rank > RANKS[-1]:
         return f"vLLM applies adapters of at most rank {RANKS[-1]}, but model.lora.rank is {lora.rank}"
-    model = skeleton(path)
+    # rltrain checks the weights of experts only while vLLM loads them, and base weights beside adapters are not loaded
+    # in a weight sync.
     if next(expert_modules(model), None) is not None:
-        return "the weights of experts are checked only when they are loaded, and base weights are not loaded again"
+        return f"{type(model).__name__} has experts, whose weights cannot be checked without loading them"
+    # vLLM has no layers for adapters in most image encoders.
     if hasattr(model.config, "vision_config"):
-        return "vLLM applies no adapters in image encoders"
+        return f"{type(model).__name__} reads images"
+    # With multi-head latent attention, vLLM computes with products of the matrix `kv_b_proj` that it makes only once.
+    if hasattr(model.config, "kv_lora_rank"):
+        return f"vLLM does not apply adapters to all layers of {type(model).__name__}"
+    registered = ModelRegistry.models.get(type(model).__name__)
+    if registered is None or not supports_lora(registered.load_model_cls()):
+        return f"vLLM applies no adapters to {type(model).__name__}"
     return None
 
 
@@ -99,20 +119,22 @@ def load_adapters(model: Any, received: Adapters, *, version: int) -> None:
 
 
 def expected_products(model: Any, received: Adapters, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the product s B (A v) of each received adapter in float32, by vLLM's name of the adapted matrix.
+    """Return the product (s B) (A v) of each received adapter in float32, by vLLM's name of the adapted matrix.
 
-    s is the adapter's scale, and v is the probe vector of the matrix (see `workers.sync.checks`).
+    s is the adapter's scale, and v is the probe vector of the matrix (see `workers.sync.checks`). A and s B are rounded
+    to the engine's data type, because with small ranks the rounding can change the product by more than the checks
+    allow.
 
     Args:
         model: vLLM's model.
         received: The matrices of all adapters.
-        dtype: Data type of the engine's weights, to whose precision the probe vector is rounded.
+        dtype: Data type of the engine's weights.
     """
     products = {}
     for layer in _layers(received):
-        a, b = received.parts[layer + A].float(), received.parts[layer + B].float()
-        product = received.scale * (b @ (a @ probe_vector(a.size(1), dtype)))
-        products[f"{_vllm_layer(model, layer)}.weight"] = product
+        a = received.parts[layer + A].to(dtype).float()
+        b = (received.scale * received.parts[layer + B]).to(dtype).float()
+        products[f"{_vllm_layer(model, layer)}.weight"] = b @ (a @ probe_vector(a.size(1), dtype))
     return products
 
 

@@ -245,8 +245,8 @@ def prompt_of(request: Request, loads: int, config: RolloutConfig) -> Any:
 def policy(loads: int, options: EngineOptions) -> LoRARequest | None:
     """Return the adapter that vLLM applies for a new request; None if it applies no adapter beside the base weights.
 
-    Before the first weight sync (`loads` is 0), the engine has no adapter, and the new adapters of the policy do not
-    change the outputs of the base model.
+    Before the first weight sync (`loads` is 0), the engine has no adapter, and samples from the base model. A run sends
+    requests only after the first weight sync.
     """
     return vllm_adapters.POLICY if options.adapters is not None and loads else None
 
@@ -654,22 +654,6 @@ def sleep_level(config: Config) -> int:
     return 0 if not config.takes_turns else TO_HOST if config.model.lora else DROPPED
 
 
-def adapters_beside(config: Config, path: str) -> LoRAConfig | None:
-    """Return the settings of the adapters that vLLM applies beside the base weights; None if it applies none.
-
-    Raises:
-        ConfigError: `rollout.vllm.adapters` is "separate", but vLLM cannot apply the adapters of this model.
-    """
-    assert config.rollout.vllm is not None, "the vLLM engine needs the settings `rollout.vllm`"
-    lora, wanted = config.model.lora, config.rollout.vllm.adapters
-    if lora is None or wanted == "merged" or (wanted == "auto" and not torch.cuda.is_available()):
-        return None
-    reason = vllm_adapters.unsupported(path, lora)
-    if reason is not None and wanted == "separate":
-        raise ConfigError(f"rollout.vllm.adapters=separate: {reason}; use rollout.vllm.adapters=merged")
-    return lora if reason is None else None
-
-
 def _name(request: Request) -> str:
     return "-".join(map(str, request.key))
 
@@ -680,7 +664,8 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     Raises:
         ConfigError: The model's weights are incomplete, or vLLM does not start with the model's weights. `make` checks
             that the weights are complete, because vLLM does not report a missing layer. ConfigError is also raised if
-            `actor.router_replay` is "engine" and this process has no GPU.
+            `actor.router_replay` is "engine" and this process has no GPU, or if `rollout.vllm.adapters` is "separate"
+            and vLLM cannot apply the adapters beside the base weights.
     """
     record = config.actor.router_replay == "engine"
     if record and not torch.cuda.is_available():
@@ -690,7 +675,9 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
         )
     check_weights(path, f"model.path={path}")
     assert config.rollout.vllm is not None, "the vLLM engine needs the settings `rollout.vllm`"
-    adapters = adapters_beside(config, path)
+    adapters = config.model.lora if config.rollout.vllm.adapters == "separate" else None
+    if adapters is not None:
+        vllm_adapters.check_adapters(path, config.model.dtype, adapters)
     process = config.rollout.vllm.process
     if process == "auto":
         alone = config.rollout.shards == 1 and not torch.cuda.is_available()

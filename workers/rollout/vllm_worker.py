@@ -197,8 +197,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _check_adapters(self) -> None:
         """Raise SyncError unless the matrices of the adapters, as vLLM's kernels use them, are those of the actor.
 
-        The products of whole layers, which `check_layers` compares, would not show an adapter whose contribution is
-        smaller than the rounding error of the base weights.
+        The outputs that `check_layers` compares are those of the base weights alone.
         """
         wanted = vllm_adapters.expected_products(self.model, self.adapters, getattr(torch, self.dtype))
         found = {name: output for name, output in adapter_outputs(self.model).items() if name in wanted}
@@ -277,10 +276,10 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
 
     Returns:
         A dictionary from checkpoint names to the products W v in float32, with one entry for each part of a fused
-        layer. Biases and norm weights are returned unchanged, except for the conversion to float32.
+        layer. The products of adapters beside W are not included. Biases and norm weights are returned unchanged,
+        except for the conversion to float32.
     """
     fused = getattr(model, "packed_modules_mapping", {})
-    adapters = vllm_adapters.adapter_layers(model)
     outputs: dict[str, Tensor] = {}
     if products:
         for name, module in output_heads(model).items():
@@ -291,10 +290,7 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
         if isinstance(module, VocabParallelEmbedding):
             outputs[f"{name}.weight"] = _embedding(module)
         elif isinstance(module, LinearBase):
-            output = _apply(module)
-            if module in adapters:
-                output = output + vllm_adapters.product(adapters[module], _probe(module))
-            outputs |= _named(name, "weight", _linear(module, output), fused)
+            outputs |= _named(name, "weight", _linear(module, _apply(module)), fused)
             if module.bias is not None:
                 outputs |= _named(name, "bias", _linear(module, module.bias.float(), is_bias=True), fused)
         else:

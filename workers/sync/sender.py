@@ -196,20 +196,29 @@ class Sender:
 class AdapterSender(Sender):
     """Sender of the matrices A and B of a model's adapters in float32.
 
-    If `check` is True, `AdapterSender` sends, besides the matrices A and B, the products of the merged weight matrices
-    and a fixed random vector. An engine uses the products that it receives to verify its merged weights (see
+    If `check` is True, `AdapterSender` sends, besides the matrices A and B, the products of the engine's weight
+    matrices and a fixed random vector. An engine uses the products that it receives to verify its weights (see
     `checks.probe`).
 
-    `AdapterSender` takes the same arguments as `Sender`. Each engine has its own copy of the base weights, and merges
-    the adapters into them or applies the adapters beside them (`rollout.vllm.adapters`).
+    Each engine has its own copy of the base weights, and merges the adapters into them or applies the adapters beside
+    them (`rollout.vllm.adapters`).
+
+    Args:
+        model: the model with the adapters; the parameters may be sharded.
+        version: version of the weights.
+        dtype: dtype of the weights in the engine, "float32" or "bfloat16".
+        check: whether to send checksums and products.
+        merged: whether the engines merge the adapters into the base weights. If not, the products are those of the base
+            weights. An engine can calculate the products of the adapters from A and B.
     """
 
-    def __init__(self, model: nn.Module, *, version: int, dtype: str, check: bool) -> None:
+    def __init__(self, model: nn.Module, *, version: int, dtype: str, check: bool, merged: bool = True) -> None:
         super().__init__(model, version=version, dtype="float32", check=check)
-        self.adapters, self.merged = adapters_of(model), plain_parameters(model)
+        self.adapters, self.base = adapters_of(model) if merged else {}, plain_parameters(model)
+        scales = {adapter.scale for adapter in adapters_of(model).values()}
         self.engine_dtype: torch.dtype = getattr(torch, dtype)
         self.proofs: list[Piece] | None = None
-        (self.scale,) = {adapter.scale for adapter in self.adapters.values()}
+        (self.scale,) = scales
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return a dict that maps names to the matrices A and B of every adapter; the matrices may be sharded."""
@@ -219,7 +228,7 @@ class AdapterSender(Sender):
         """Return whether this rank must call `write` for the bucket with the index `number`.
 
         If `check` is True, all ranks take part in writing the last bucket, because they must gather the adapters to
-        compute the probes of the merged weights.
+        compute the probes of merged weights.
         """
         return super().takes_part(number) or (self.check and number == len(self.layout) - 1)
 
@@ -228,7 +237,7 @@ class AdapterSender(Sender):
         """Write this rank's part of a bucket, as `Sender.write` does.
 
         If `check` is True, the last bucket contains, besides adapter matrices, the results of `checks.probe` for the
-        merged weights.
+        engine's weights.
         """
         bucket = super().write(number, path)
         bucket.scale = self.scale
@@ -249,7 +258,7 @@ class AdapterSender(Sender):
 
     @torch.no_grad()
     def _proofs(self) -> Iterator[Piece]:
-        """Yield for each parameter of the merged model a `Piece` with a probe of the rows that this rank holds.
+        """Yield for each parameter of the engine's model a `Piece` with a probe of the rows that this rank holds.
 
         Each yielded `Piece` contains only the probe, and not the bytes of the rows. The probe of a matrix is its
         product with a fixed random vector (see `checks.probe`).
@@ -258,7 +267,7 @@ class AdapterSender(Sender):
 
         The merged weights are rounded to the engine's dtype before `checks.probe` computes their probes.
         """
-        for name, parameter in self.merged.items():
+        for name, parameter in self.base.items():
             adapter, own = self.adapters.get(name), own_rows(parameter, self.first)
             a = None if adapter is None else full(adapter.a.detach())
             b = None if adapter is None else own_rows(adapter.b.detach(), self.first)

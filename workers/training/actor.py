@@ -418,8 +418,14 @@ class ActorWorker:
             check: whether to send the checksums and probes of `workers.sync.checks`, with which the engines verify the
                 weights.
         """
-        kind = AdapterSender if self.config.model.lora else Sender
-        self.sender = kind(self.model, version=version, dtype=self.config.model.dtype, check=check)
+        config = self.config
+        if config.model.lora:
+            merged = config.rollout.vllm is None or config.rollout.vllm.adapters == "merged"
+            self.sender = AdapterSender(
+                self.model, version=version, dtype=config.model.dtype, check=check, merged=merged
+            )
+        else:
+            self.sender = Sender(self.model, version=version, dtype=config.model.dtype, check=check)
         return self.sender.offer(path)
 
     def export(self, number: int, path: str | None, *_loaded: None) -> Bucket:

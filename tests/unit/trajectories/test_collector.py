@@ -278,7 +278,7 @@ async def test_too_many_failed_rewards_stop_the_run_and_the_first_of_this_step_a
     assert len(caught.value.batch) == 12
 
 
-async def test_failed_samples_of_an_evaluation_are_not_named_by_a_prompt_group(collector):
+def test_failed_samples_of_an_evaluation_are_not_named_by_a_prompt_group():
     assert [_name_of(uid) for uid in (3, 0, -16)] == ["prompt group 3", "prompt group 0", "an evaluation"]
 
 

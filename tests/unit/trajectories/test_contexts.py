@@ -82,6 +82,13 @@ def equal_at_sampled(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+def test_a_trajectory_whose_environment_failed_counts_no_turn_and_no_context():
+    failed = Trajectory(0, 3, [Turn((), (), (), (), "abort")], "error", error="reset raised")
+    batch = batch_of([*trajectories(repeated=True), failed])
+    assert batch.batch["turns"].tolist() == [3, 2, 1, 0]
+    assert batch.batch["contexts"].tolist() == [3, 2, 1, 0]
+
+
 def test_a_row_marks_the_first_token_of_each_later_context():
     continued, repeated = BATCHES
     assert not continued.values("context_starts").any()

@@ -18,45 +18,57 @@ SIZES = {
 }  # fmt: skip
 
 
-def beside(path, *overrides):
-    return vllm_engine.adapters_beside(compose(list(overrides))[0], str(path))
+def options_of(monkeypatch, path, *overrides):
+    """Return the options with which an engine is created, without creating the engine."""
+    made = []
+    monkeypatch.setattr(vllm_engine, "InProcessVLLM", lambda *arguments: made.append(arguments[-1]))
+    monkeypatch.setattr(vllm_engine, "check_weights", lambda *_: None)
+    vllm_engine.make(compose(["rollout.vllm.process=inprocess", *overrides])[0], str(path), [2])
+    return made[0]
 
 
-@pytest.fixture
-def mixture(tmp_path):
-    config = CONFIG_MAPPING["qwen3_moe"](**SIZES | FAMILIES["qwen3_moe"])
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    char_tokenizer().save_pretrained(tmp_path)
-    return tmp_path
+def saved(path, family, **sizes):
+    config = CONFIG_MAPPING[family](**SIZES | FAMILIES.get(family, {}) | sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    char_tokenizer().save_pretrained(path)
+    return path
 
 
-@pytest.mark.parametrize(("gpu", "found"), [(True, 4), (False, None)])
-def test_auto_means_separate_adapters_on_gpus_only(start, monkeypatch, gpu, found):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    lora = beside(start, "model.lora={rank:4}")
-    assert (lora and lora.rank) == found
+def refusal(monkeypatch, path, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        options_of(monkeypatch, path, "rollout.vllm.adapters=separate", *overrides)
+    message = str(caught.value)
+    assert message.startswith("rollout.vllm.adapters=separate: ")
+    assert message.endswith("; use rollout.vllm.adapters=merged")
+    return message
 
 
-def test_a_model_without_adapters_needs_none(start):
-    assert beside(start, "rollout.vllm.adapters=separate") is None
+def test_adapters_are_merged_unless_the_config_says_otherwise(start, monkeypatch):
+    assert options_of(monkeypatch, start, "model.lora={rank:4}").adapters is None
+    assert options_of(monkeypatch, start, "rollout.vllm.adapters=separate").adapters is None
+    lora = options_of(monkeypatch, start, "model.lora={rank:4}", "rollout.vllm.adapters=separate").adapters
+    assert lora is not None
+    assert lora.rank == 4
 
 
-def test_merged_adapters_are_not_applied_beside_the_base_weights(start, monkeypatch):
+def test_models_to_which_vllm_cannot_apply_adapters_are_refused_by_name(tmp_path, monkeypatch):
+    mixture = saved(tmp_path / "mixture", "qwen3_moe")
+    message = refusal(monkeypatch, mixture, "model.lora={rank:4,targets:[q_proj]}")
+    assert "Qwen3MoeForCausalLM has experts" in message
+    stablelm = saved(tmp_path / "stablelm", "stablelm")
+    message = refusal(monkeypatch, stablelm, "model.lora={rank:4,targets:[q_proj]}")
+    assert "vLLM applies no adapters to StableLmForCausalLM" in message
+
+
+def test_float32_adapters_on_a_gpu_are_refused(start, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert beside(start, "model.lora={rank:4}", "rollout.vllm.adapters=merged") is None
+    assert "need model.dtype=bfloat16" in refusal(monkeypatch, start, "model.lora={rank:4}")
+    separate = ["model.lora={rank:4}", "rollout.vllm.adapters=separate", "model.dtype=bfloat16"]
+    assert options_of(monkeypatch, start, *separate).adapters is not None
 
 
-def test_adapters_of_a_mixture_of_experts_are_merged_or_refused(mixture, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    adapters = "model.lora={rank:4,targets:[q_proj]}"
-    assert beside(mixture, adapters) is None
-    with pytest.raises(ConfigError, match=r"adapters=separate: the weights of experts are .* adapters=merged"):
-        beside(mixture, adapters, "rollout.vllm.adapters=separate")
-
-
-def test_a_rank_for_which_vllm_has_no_memory_is_refused(start):
-    with pytest.raises(ConfigError, match=r"at most rank 512, but model\.lora\.rank is 600"):
-        beside(start, "model.lora={rank:600}", "rollout.vllm.adapters=separate")
+def test_a_rank_for_which_vllm_has_no_memory_is_refused(start, monkeypatch):
+    assert "at most rank 512, but model.lora.rank is 600" in refusal(monkeypatch, start, "model.lora={rank:600}")
 
 
 @pytest.mark.parametrize(("rank", "reserved"), [(1, 1), (4, 8), (8, 8), (33, 64), (512, 512)])
