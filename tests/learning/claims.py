@@ -7,37 +7,37 @@ from statistics import fmean
 from rltrain.tasks import TASKS
 from rltrain.tasks.tiny_model import cached_start
 from tests.learning.long_answers import LIMIT, long_start
-from tests.learning.trials import Outcome, Trial, over_seeds, run_all, spread
+from tests.learning.trials import Outcome, Trial, over_seeds, run_all, spread, steps_to
 
 SEEDS = (0, 1, 2)
 ANSWERS_PER_STEP = 64 * 8  # profile demo
 TEACHER_SEED = 100
 
 
-def teacher(output: Path, steps: int) -> tuple[Path, float]:
-    """Train a teacher with `grpo` for `steps` steps, and return its directory and its sampled accuracy."""
+def teacher(output: Path, steps: int) -> tuple[Path, Outcome]:
+    """Train a teacher with `grpo` for `steps` steps, and return its directory and its accuracies."""
     trial = Trial(f"teacher of {steps} steps", TEACHER_SEED, (f"trainer.total_steps={steps}",))
     (outcome,) = run_all([trial], output, 1)[trial.name]
-    return trial.folder(output) / "model", outcome.last
+    return trial.folder(output) / "model", outcome
 
 
-def taught(output: Path, steps: int) -> tuple[dict[str, tuple[str, ...]], float]:
-    """Return settings and a goal for comparisons with a teacher that was trained with `grpo` for `steps` steps.
+def taught(output: Path, steps: int) -> tuple[dict[str, tuple[str, ...]], Outcome]:
+    """Return settings and goals for comparisons with a teacher that was trained with `grpo` for `steps` steps.
 
     Returns:
-        The settings of `distill`, `mopd` and `grpo` by name, and the sampled accuracy of the teacher.
+        The settings of `distill`, `mopd` and `grpo` by name, and the accuracies of the teacher.
     """
-    path, goal = teacher(output, steps)
+    path, goals = teacher(output, steps)
     own = f"algorithm.distillation.teachers=[{path}]"
     # The loss of `mopd` does not limit how far an update moves the policy, so it gets one update for each answer.
     mopd = ("algorithm=mopd", "trainer.prompts_per_minibatch=64", own)
-    return {"distill": ("algorithm=distill", own), "mopd": mopd, "grpo": ()}, goal
+    return {"distill": ("algorithm=distill", own), "mopd": mopd, "grpo": ()}, goals
 
 
 def distillation(output: Path, jobs: int) -> Iterator[str]:
     """Compare the accuracies of `distill`, `mopd` and `grpo` after 40 steps."""
-    methods, goal = taught(output, 120)
-    yield f"teacher: {goal:.1%}"
+    methods, goals = taught(output, 120)
+    yield f"teacher: {goals.last:.1%}"
     trials = [
         trial
         for name, settings in methods.items()
@@ -49,8 +49,9 @@ def distillation(output: Path, jobs: int) -> Iterator[str]:
 
 def teacher_accuracy(output: Path, jobs: int) -> Iterator[str]:
     """Compare the steps that `distill`, `mopd` and `grpo` need to reach the accuracy of a teacher of 50 steps."""
-    methods, goal = taught(output, 50)
-    yield f"teacher: {goal:.1%}"
+    methods, goals = taught(output, 50)
+    greedy = goals.greedy[50]
+    yield f"teacher: {goals.last:.1%} with sampled answers, {greedy:.1%} with greedy answers"
     every = ("trainer.total_steps=80", "trainer.eval_every=4")
     trials = [
         trial
@@ -58,7 +59,8 @@ def teacher_accuracy(output: Path, jobs: int) -> Iterator[str]:
         for trial in over_seeds(f"{name} against teacher", SEEDS, *settings, *every)
     ]
     for name, outcomes in run_all(trials, output, jobs).items():
-        yield f"{name}: steps to the teacher's accuracy, seeds 0, 1, 2: {steps_to(outcomes, goal)}"
+        yield f"{name}: steps to the teacher's greedy accuracy: {steps_of([one.greedy for one in outcomes], greedy)}"
+        yield f"{name}: steps to its sampled accuracy: {steps_of([one.sampled for one in outcomes], goals.last)}"
 
 
 def pools(output: Path, jobs: int) -> Iterator[str]:
@@ -71,7 +73,7 @@ def pools(output: Path, jobs: int) -> Iterator[str]:
         *over_seeds("pools-without", SEEDS, *shared),
     ]
     for name, outcomes in run_all(trials, output, jobs).items():
-        answers = [outcome.steps_to(0.9) * ANSWERS_PER_STEP for outcome in outcomes]
+        answers = [steps_to(outcome.sampled, 0.9) * ANSWERS_PER_STEP for outcome in outcomes]
         yield f"{name}: answers until 90%: {', '.join(f'{count:,.0f}' for count in answers)}"
 
 
@@ -133,9 +135,9 @@ def own_rows(name: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def steps_to(outcomes: list[Outcome], goal: float) -> str:
-    """Return the steps until `goal` of each outcome, separated by commas."""
-    return ", ".join(f"{outcome.steps_to(goal):.0f}" for outcome in outcomes)
+def steps_of(runs: list[dict[int, float]], goal: float) -> str:
+    """Return the steps until `goal` of each run, separated by commas. A run is a dict from steps to accuracies."""
+    return ", ".join(f"{steps_to(accuracies, goal):.0f}" for accuracies in runs)
 
 
 CLAIMS: dict[str, Callable[[Path, int], Iterator[str]]] = {

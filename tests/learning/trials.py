@@ -5,7 +5,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,9 +56,15 @@ class Outcome:
         """Return the sampled accuracy after training."""
         return max(self.sampled.items())[1]
 
-    def steps_to(self, goal: float) -> float:
-        """Return the first evaluated step at which the sampled accuracy is at least `goal`, or infinity."""
-        return next((float(step) for step, accuracy in sorted(self.sampled.items()) if accuracy >= goal), math.inf)
+
+def steps_to(accuracies: Mapping[int, float], goal: float) -> float:
+    """Return the first step at which an accuracy is at least `goal`, or infinity.
+
+    Args:
+        accuracies: accuracies by the number of training steps before them.
+        goal: the accuracy to reach.
+    """
+    return next((float(step) for step, accuracy in sorted(accuracies.items()) if accuracy >= goal), math.inf)
 
 
 def over_seeds(name: str, seeds: Iterable[int], *settings: str) -> list[Trial]:
