@@ -291,8 +291,9 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
             outputs[f"{name}.weight"] = _embedding(module)
         elif isinstance(module, LinearBase):
             outputs |= _named(name, "weight", _linear(module, _apply(module)), fused)
-            if module.bias is not None:
-                outputs |= _named(name, "bias", _linear(module, module.bias.float(), is_bias=True), fused)
+            bias: Any = module.bias
+            if bias is not None:
+                outputs |= _named(name, "bias", _linear(module, bias.float(), is_bias=True), fused)
         else:
             outputs |= {f"{name}.{n}": p.float() for n, p in module.named_parameters(recurse=False) if p.ndim == 1}
     return outputs

@@ -418,15 +418,15 @@ class ActorWorker:
             check: whether to send the checksums and probes of `workers.sync.checks`, with which the engines verify the
                 weights.
         """
-        config = self.config
-        if config.model.lora:
-            merged = config.rollout.vllm is None or config.rollout.vllm.adapters == "merged"
-            self.sender = AdapterSender(
-                self.model, version=version, dtype=config.model.dtype, check=check, merged=merged
-            )
-        else:
-            self.sender = Sender(self.model, version=version, dtype=config.model.dtype, check=check)
+        self.sender = self._new_sender(version, check=check)
         return self.sender.offer(path)
+
+    def _new_sender(self, version: int, *, check: bool) -> Sender:
+        config, engine = self.config, self.config.rollout.vllm
+        if not config.model.lora:
+            return Sender(self.model, version=version, dtype=config.model.dtype, check=check)
+        merged = engine is None or engine.adapters == "merged"
+        return AdapterSender(self.model, version=version, dtype=config.model.dtype, check=check, merged=merged)
 
     def export(self, number: int, path: str | None, *_loaded: None) -> Bucket:
         """Write this rank's part of a bucket of weights, and return the bucket.
