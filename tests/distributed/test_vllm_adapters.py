@@ -1,4 +1,4 @@
-"""Tests of vLLM engines that apply adapters beside the base weights (`rollout.vllm.adapters=separate`)."""
+"""Tests of vLLM engines in runs with LoRA adapters and `rollout.vllm.adapters=separate`."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.slow, pytest.mark.usefixtures("ray_here", "process_group"), pytest.mark.asyncio(loop_scope="module")
 ]  # fmt: skip
 LORA = LoRAConfig(rank=4, alpha=8.0, targets=["all-linear"])
-# The prompt is longer than a block of vLLM's prefix cache, so that a sync must empty the cache.
+# vLLM caches keys and values in blocks of 32 tokens. A longer prompt shows whether a sync removes the cached blocks.
 PROMPT = char_tokenizer()("2299907=" * 6)["input_ids"]
 
 
@@ -161,8 +161,8 @@ async def test_an_answer_that_a_sync_interrupts_goes_on_with_the_new_adapters(en
     assert 9 in seen
 
 
-# After a refused sync, an engine with two shards reports the error of its second shard in the next sync. For this
-# reason, this test is the last one with the engines that tests share.
+# After a refused sync, the next sync of an engine with two shards fails too, because it gets the error of the second
+# shard. The test of a refused sync must therefore be the last test that uses the shared engines.
 async def test_E5_base_weights_that_are_not_those_of_the_actor_are_refused(engine, start):
     sent = buckets(adapted(start, 5))
     for bucket in sent:

@@ -48,7 +48,10 @@ def distillation(output: Path, jobs: int) -> Iterator[str]:
 
 
 def teacher_accuracy(output: Path, jobs: int) -> Iterator[str]:
-    """Compare the steps that `distill`, `mopd` and `grpo` need to reach the accuracy of a teacher of 50 steps."""
+    """Compare how many steps `distill`, `mopd` and `grpo` need to reach the accuracy of a teacher.
+
+    The teacher has been trained with `grpo` for 50 steps.
+    """
     methods, goals = taught(output, 50)
     greedy = goals.greedy[50]
     yield f"teacher: {goals.last:.1%} with sampled answers, {greedy:.1%} with greedy answers"

@@ -1,4 +1,4 @@
-"""An initial model whose answers are 203 tokens long, and whose first tokens decide whether an answer is right.
+"""An initial model that writes long answers, in which the first ten tokens decide whether the answer is right.
 
 The prompts are those of the task `median`. An answer writes the seven digits of the prompt `COPIES` times, each time
 after a number that counts down, and then the median: `19` and the digits, `18` and the digits, up to `00` and the
@@ -16,7 +16,7 @@ from rltrain.tasks.base import Task
 from rltrain.tasks.tiny_model import cache_root, make_start
 
 COPIES = 20
-LIMIT = COPIES * 10 + 3 + 1  # number of tokens of an answer with its end token, and one more
+LIMIT = COPIES * 10 + 4  # An answer and its end token have COPIES * 10 + 3 tokens, one less than the limit.
 SORTED = 0.5  # share of answers with sorted digits
 STEPS = 300
 

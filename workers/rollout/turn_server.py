@@ -112,12 +112,11 @@ class TurnServer:
         """Return the token ids of a trajectory's prompt, rendered once for all trajectories with the same prompt."""
         try:
             key = json.dumps([messages, tools])
-        except TypeError:  # A message with values that JSON cannot express is rendered each time.
+        except TypeError:  # JSON cannot express a value in the messages, so the prompt cannot be cached.
             return renderer.prompt_ids(messages)
         if key not in self._prompts:
             ids = renderer.prompt_ids(messages)
-            while len(self._prompts) >= PROMPTS:
-                self._prompts.pop(next(iter(self._prompts)))
+            _make_room(self._prompts, PROMPTS)
             self._prompts[key] = ids
         return self._prompts[key]
 
@@ -132,8 +131,7 @@ class TurnServer:
             renderer = self.renderer.with_tools(tools)
             if refusal := renderer.probe(["tool", "user"] if tools else ["user"]):
                 raise ValueError(f"the model's chat template cannot add turns to a conversation: {refusal}")
-            while len(self._renderers) >= RENDERERS:
-                self._renderers.pop(next(iter(self._renderers)))
+            _make_room(self._renderers, RENDERERS)
             self._renderers[key] = renderer
         return self._renderers[key]
 
@@ -189,6 +187,12 @@ class TurnServer:
 def _prompt_of(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the prompt of a new context: all messages before the assistant's first message."""
     return list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
+
+
+def _make_room(cache: dict[str, Any], most: int) -> None:
+    """Remove the oldest entries of a cache until one more entry fits, so that the cache has at most `most` entries."""
+    while len(cache) >= most:
+        cache.pop(next(iter(cache)))
 
 
 def turn_server(tokenizer: Any, turn_format: TurnFormat, stop_ids: Sequence[int]) -> TurnServer:

@@ -1,11 +1,10 @@
-"""Low-rank adapters (LoRA) that vLLM applies beside the base weights.
+"""Use of vLLM's own support for low-rank adapters (LoRA), chosen by `rollout.vllm.adapters=separate`.
 
 For an adapted layer, vLLM computes W x + B (A x), where W is the base matrix, and A and B are the matrices of the
 adapter (arXiv 2106.09685). A weight sync replaces only A and B, and W stays as it was loaded from the model's files.
 The alternative is to merge the adapters into W, as `workers.sync.adapters` does.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,8 +27,9 @@ from workers.sync.adapters import Adapters
 from workers.sync.checks import probe_vector
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # Adapter ranks for which vLLM can reserve memory.
-BASE = ".base_layer"  # Suffix of the name of an adapted layer's base layer in vLLM's model.
-# The adapter of the policy. vLLM never opens the path, because a weight sync puts the adapter into vLLM's memory.
+BASE = ".base_layer"  # vLLM replaces an adapted layer X by a layer that contains X under the name `X.base_layer`.
+# `POLICY` names the adapter that the trainer sends. vLLM never opens `lora_path`, because each weight sync writes the
+# adapter directly into vLLM's memory.
 POLICY = LoRARequest(lora_name="policy", lora_int_id=1, lora_path="received from the trainer")
 
 
@@ -50,7 +50,7 @@ def adapter_arguments(path: str, lora: LoRAConfig) -> dict[str, Any]:
 
 
 def check_adapters(path: str, dtype: str, lora: LoRAConfig) -> None:
-    """Raise ConfigError if vLLM cannot apply the adapters of a model beside the base weights.
+    """Raise ConfigError if `rollout.vllm.adapters=separate` does not work with a model and its adapters.
 
     Args:
         path: Model directory.
@@ -63,19 +63,19 @@ def check_adapters(path: str, dtype: str, lora: LoRAConfig) -> None:
 
 
 def _obstacle(model: PreTrainedModel, dtype: str, lora: LoRAConfig) -> str | None:
-    """Return why vLLM cannot apply adapters beside the base weights of a model, or None if it can."""
+    """Return the reason why `rollout.vllm.adapters=separate` does not work with a model, or None if it works."""
     if torch.cuda.is_available() and dtype == "float32":
         return "on GPUs, vLLM's kernels for adapters need model.dtype=bfloat16"
     if lora.rank > RANKS[-1]:
         return f"vLLM applies adapters of at most rank {RANKS[-1]}, but model.lora.rank is {lora.rank}"
-    # rltrain checks the weights of experts only while vLLM loads them, and base weights beside adapters are not loaded
-    # in a weight sync.
+    # The weights of experts can be checked only while vLLM loads them. With separate adapters, a weight sync loads no
+    # base weights.
     if next(expert_modules(model), None) is not None:
         return f"{type(model).__name__} has experts, whose weights cannot be checked without loading them"
     # vLLM has no layers for adapters in most image encoders.
     if hasattr(model.config, "vision_config"):
         return f"{type(model).__name__} reads images"
-    # With multi-head latent attention, vLLM computes with products of the matrix `kv_b_proj` that it makes only once.
+    # In multi-head latent attention, vLLM uses copies of the matrix `kv_b_proj`, to which adapters are not applied.
     if hasattr(model.config, "kv_lora_rank"):
         return f"vLLM does not apply adapters to all layers of {type(model).__name__}"
     registered = ModelRegistry.models.get(type(model).__name__)
@@ -106,10 +106,11 @@ def load_adapters(model: Any, received: Adapters, *, version: int) -> None:
                 "missing in vLLM's model, or one of the adapter's matrices did not arrive; use "
                 "rollout.vllm.adapters=merged"
             )
-        # `b` is multiplied here, because vLLM would multiply it in place.
+        # rltrain multiplies B by the scale, because vLLM would change the received matrix in place.
         tensors |= {own + A: a, own + B: b * received.scale}
         rank = len(a)
-    settings = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])  # vLLM scales adapters by lora_alpha / r, or 1.
+    # vLLM multiplies B by lora_alpha / r. Here, B already contains the scale, so the quotient must be 1.
+    settings = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
     adapter = LoRAModel.from_lora_tensors(
         POLICY.lora_int_id, tensors, settings, device="cpu", dtype=manager.lora_config.lora_dtype
     )
@@ -119,16 +120,19 @@ def load_adapters(model: Any, received: Adapters, *, version: int) -> None:
 
 
 def expected_products(model: Any, received: Adapters, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the product (s B) (A v) of each received adapter in float32, by vLLM's name of the adapted matrix.
+    """Compute the product (s B) (A v) of each received adapter.
 
-    s is the adapter's scale, and v is the probe vector of the matrix (see `workers.sync.checks`). A and s B are rounded
-    to the engine's data type, because with small ranks the rounding can change the product by more than the checks
-    allow.
+    s is the adapter's scale, and v is the probe vector of the adapted matrix (see `workers.sync.checks`). Before the
+    multiplication, A and s B are rounded to the engine's data type. Without this rounding, the product of an adapter
+    with a small rank can differ from the engine's product by more than the checks allow.
 
     Args:
         model: vLLM's model.
         received: The matrices of all adapters.
         dtype: Data type of the engine's weights.
+
+    Returns:
+        A dictionary from vLLM's name of each adapted matrix to the product in float32.
     """
     products = {}
     for layer in _layers(received):
@@ -136,11 +140,6 @@ def expected_products(model: Any, received: Adapters, dtype: torch.dtype) -> dic
         b = (received.scale * received.parts[layer + B]).to(dtype).float()
         products[f"{_vllm_layer(model, layer)}.weight"] = b @ (a @ probe_vector(a.size(1), dtype))
     return products
-
-
-def adapter_layers(model: nn.Module) -> Mapping[nn.Module, BaseLinearLayerWithLoRA]:
-    """Return a dict from the base layer of each adapted layer in vLLM's model to the layer that applies the adapter."""
-    return {module.base_layer: module for module in model.modules() if isinstance(module, BaseLinearLayerWithLoRA)}
 
 
 def product(layer: BaseLinearLayerWithLoRA, vector: Tensor) -> Tensor:
@@ -161,5 +160,5 @@ def _layers(received: Adapters) -> list[str]:
 
 
 def _vllm_layer(model: nn.Module, layer: str) -> str:
-    """Return vLLM's name of a layer of the checkpoint."""
+    """Return the name that vLLM gives to a layer, given the layer's name in the checkpoint."""
     return (vllm_name(model, f"{layer}.weight") or layer).removesuffix(".weight")

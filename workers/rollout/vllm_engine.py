@@ -67,8 +67,8 @@ class EngineOptions:
         sleep_level: Result of the function `sleep_level`, which says what the engine releases on a GPU when it sleeps.
             If `sleep_level` is 0, the engine never sleeps.
         record_experts: Whether each answer lists the experts that the model's routers chose; only on GPUs.
-        adapters: Settings of the adapters that vLLM applies beside the base weights. None: the model has no adapters,
-            or each weight sync merges the adapters into the base weights.
+        adapters: Settings of the adapters of a run with `rollout.vllm.adapters=separate`. None: the model has no
+            adapters, or each weight sync merges the adapters into the base weights.
     """
 
     sleep_level: int = 0
@@ -243,10 +243,13 @@ def prompt_of(request: Request, loads: int, config: RolloutConfig) -> Any:
 
 
 def policy(loads: int, options: EngineOptions) -> LoRARequest | None:
-    """Return the adapter that vLLM applies for a new request; None if it applies no adapter beside the base weights.
+    """Return the adapter with which vLLM answers a new request, or None to answer with the model's weights alone.
 
-    Before the first weight sync (`loads` is 0), the engine has no adapter, and samples from the base model. A run sends
-    requests only after the first weight sync.
+    None is returned if the run has no separate adapters (`rollout.vllm.adapters`), or if no weight sync has ended yet.
+
+    Args:
+        loads: Number of weight syncs of the engine.
+        options: Options of the engine.
     """
     return vllm_adapters.POLICY if options.adapters is not None and loads else None
 

@@ -99,9 +99,9 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.helper = ThreadPoolExecutor(1, thread_name_prefix="weight-checks")
 
     def start_weight_update(self) -> None:
-        """Start vLLM's layerwise reload of all layers, after discarding what an interrupted weight update has left.
+        """Discard the state of an interrupted weight update, and start vLLM's layerwise reload of all layers.
 
-        If vLLM applies adapters beside the base weights, no layer is reloaded, because the base weights do not change.
+        With `rollout.vllm.adapters=separate`, no layer is reloaded, because the base weights do not change.
         """
         self.probes: dict[str, np.ndarray] = {}
         self.lookups: Future[dict[str, Tensor]] | None = None
@@ -148,7 +148,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         """Finish vLLM's layerwise reload, so that all layers, including the output heads, compute with the new weights.
 
-        If vLLM applies adapters beside the base weights, no layer was reloaded, and `adapt` replaces the adapters.
+        With `rollout.vllm.adapters=separate`, no layer was reloaded, and the method `adapt` replaces the adapters.
 
         On a CPU, an output head computes with a packed copy of its weights. vLLM's reload does not renew the packed
         copy of a head that is tied to the embedding, so `repack_heads` renews this copy.
@@ -167,9 +167,9 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         repack_heads(self.model)
 
     def adapt(self) -> None:
-        """Make vLLM apply the received adapters beside the base weights.
+        """Replace vLLM's adapters by the received adapters.
 
-        `adapt` must be called after vLLM has ended the weight update, because vLLM then removes all adapters.
+        `adapt` must be called after the end of the weight update, because vLLM removes all adapters at that time.
         """
         vllm_adapters.load_adapters(self.model, self.adapters, version=self.version)
 
@@ -195,9 +195,9 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._check_adapters()
 
     def _check_adapters(self) -> None:
-        """Raise SyncError unless the matrices of the adapters, as vLLM's kernels use them, are those of the actor.
+        """Raise SyncError unless vLLM's kernels use the adapters that the actor has sent.
 
-        The outputs that `check_layers` compares are those of the base weights alone.
+        This check is needed because `check_layers` compares only outputs of the base weights.
         """
         wanted = vllm_adapters.expected_products(self.model, self.adapters, getattr(torch, self.dtype))
         found = {name: output for name, output in adapter_outputs(self.model).items() if name in wanted}
@@ -248,7 +248,7 @@ class WorkerExtension:
         self._weight_update_active = False
 
     def rltrain_adapt(self) -> None:
-        """Make this rank apply the adapters of the last sync beside the base weights."""
+        """Replace this rank's adapters by the adapters of the last weight sync."""
         self.weight_transfer_engine.adapt()
 
     def rltrain_check(self) -> None:
@@ -301,18 +301,20 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def adapter_outputs(model: nn.Module) -> dict[str, Tensor]:
-    """Return the product B (A v) of each adapter of the model, by the checkpoint name of the adapted matrix.
+    """Compute the product B (A v) of each adapter of vLLM's model.
 
-    A and B are the matrices that vLLM's kernels use, and v is the probe vector of the adapted matrix. Under tensor
-    parallelism, all ranks must call `adapter_outputs`, and each rank gets the outputs of the unsharded layers.
+    A and B are the matrices of the adapter that vLLM's kernels use. v is the probe vector of the adapted matrix. Under
+    tensor parallelism, all ranks must call `adapter_outputs`, and each rank gets the outputs of the unsharded layers.
+
+    Returns:
+        A dictionary from the checkpoint name of each adapted matrix to the product in float32.
     """
     fused = getattr(model, "packed_modules_mapping", {})
-    adapters = vllm_adapters.adapter_layers(model)
+    manager: Any = model.lora_manager
     outputs: dict[str, Tensor] = {}
-    for name, module in named_layers(model):
-        if isinstance(module, LinearBase) and module in adapters:
-            output = vllm_adapters.product(adapters[module], _probe(module))
-            outputs |= _named(name, "weight", _linear(module, output), fused)
+    for name, layer in manager.modules.items():
+        output = vllm_adapters.product(layer, _probe(layer.base_layer))
+        outputs |= _named(name, "weight", _linear(layer.base_layer, output), fused)
     return outputs
 
 

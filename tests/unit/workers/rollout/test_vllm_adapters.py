@@ -1,4 +1,4 @@
-"""Tests of the models and settings with which vLLM applies adapters beside the base weights."""
+"""Tests of the models and settings that `rollout.vllm.adapters=separate` accepts and refuses."""
 
 import pytest
 import torch
