@@ -97,7 +97,7 @@ def on_two_hosts(folder: str) -> dict[str, Any] | str:
 
     if why := namespaces_work():
         return str(why)
-    with hosts(2, shm_mb=4096) as made:
+    with hosts(2, shm_mb={1: 4096, 2: 4096}) as made:
         cluster = Cluster(made, {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
         cluster.start(cpus=3)
         done = made[0].run(
