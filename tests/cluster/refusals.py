@@ -1,6 +1,7 @@
 """Helpers of tests in which a run on a cluster is refused before it starts."""
 
 import subprocess
+import time
 from pathlib import Path
 
 from hosts import Cluster
@@ -20,4 +21,8 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def check(cluster: Cluster, shared: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return cluster.main("--check", *SMALL, f"trainer.output_dir={shared / 'run'}", *overrides)
+    """Run `--check` on the cluster, and print how long it took."""
+    began = time.monotonic()
+    done = cluster.main("--check", *SMALL, f"trainer.output_dir={shared / 'run'}", *overrides)
+    print(f"--check ended after {time.monotonic() - began:.1f} s")  # noqa: T201
+    return done
