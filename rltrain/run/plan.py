@@ -500,12 +500,16 @@ def _transport(config: Config) -> str:
     Return "" for the default transport in a run whose ranks and engines are all on this machine.
     """
     if config.rollout.weight_transport == "auto":
-        # Ranks that divide matrices gather them before a weight sync, which a process group does not support.
-        other = "a process group" if config.placement.tensor_ranks == 1 else "Ray's object store"
-        between = f"; weights are sent through shared memory on one machine, or {other} between machines"
+        between = "; weights are sent through shared memory on one machine, or a process group between machines"
         return "" if config.placement.address == "local" else between
-    names = {"shared_memory": "shared memory", "object_store": "Ray's object store", "process_group": "a process group"}
-    return f"; weights are sent through {names[config.rollout.weight_transport]}"
+    names = {
+        "shared_memory": "through shared memory",
+        "object_store": "through Ray's object store",
+        "process_group": "through a process group",
+        "nccl": "from GPU to GPU (NCCL)",
+        "device_handles": "through memory that a rank and an engine share",
+    }
+    return f"; weights are sent {names[config.rollout.weight_transport]}"
 
 
 def _staleness(config: Config) -> str:

@@ -16,7 +16,7 @@ from rltrain.settings.reward_config import RewardConfig
 from rltrain.settings.sampling_config import DifficultyConfig, ReuseConfig
 from rltrain.settings.typed import require
 
-WeightTransport = Literal["auto", "shared_memory", "object_store", "process_group"]
+WeightTransport = Literal["auto", "shared_memory", "object_store", "process_group", "nccl", "device_handles"]
 
 REWARD_MODEL = "reward_model"  # The role name of a reward model is "reward_model", a space, and the model's name.
 ALL_LINEAR = "all-linear"  # Value of `model.lora.targets` that selects every linear layer except the last.
@@ -662,8 +662,9 @@ class RolloutConfig:
     weight_transport: WeightTransport = key(
         "How weights travel from the training ranks to the engines. shared_memory: a shared file, for ranks and "
         "engines on one machine. process_group: direct connections between the processes (gloo), through which each "
-        "machine receives the weights once. object_store: arguments and results of Ray calls. auto: shared_memory if "
-        "all processes are on one machine; otherwise process_group.",
+        "machine receives the weights once. object_store: arguments and results of Ray calls. nccl: from GPU to GPU, "
+        "for ranks and engines with separate GPUs. device_handles: engines map the GPU memory of the ranks with which "
+        "they share a GPU. auto: shared_memory if all processes are on one machine; otherwise process_group.",
         changeable=True,
     )
     keep_kv_cache: bool = key(
@@ -986,6 +987,7 @@ class Config:
         self._require_use_of_kept_cache()
         self._require_recorded_experts()
         self._require_plain_layers()
+        self._require_transport()
         self._require_whole_sequences()
         buffer, limit = self.algorithm.reward_shaping.overlong_buffer, self.rollout.max_response_length
         require(
@@ -1059,15 +1061,23 @@ class Config:
             "use placement.tensor_ranks=1, or model.lora=null",
         )
         require(
-            tensor == 1 or self.rollout.weight_transport != "process_group",
-            f"placement.tensor_ranks={tensor} with rollout.weight_transport=process_group: ranks that divide matrices "
-            "gather them before a weight sync, which a process group does not support; use "
-            "rollout.weight_transport=auto",
-        )
-        require(
             tensor == experts == 1 or not self.model.compile,
             f"placement.tensor_ranks={tensor} and placement.expert_ranks={experts} with model.compile=true: layers "
             "that ranks divide cannot be compiled; use model.compile=false, or 1 for both keys",
+        )
+
+    def _require_transport(self) -> None:
+        """Raise ConfigError if weights cannot travel as `rollout.weight_transport` says."""
+        transport = self.rollout.weight_transport
+        require(
+            self.placement.launcher == "ray" or transport in ("auto", "object_store"),
+            f"placement=inprocess with rollout.weight_transport={transport}: the engine is in the process of the "
+            "training rank; use rollout.weight_transport=auto",
+        )
+        require(
+            transport != "device_handles" or self.model.lora is None,
+            "rollout.weight_transport=device_handles with model.lora: adapters travel with checks of the base weights, "
+            "which this transport does not gather; use rollout.weight_transport=auto, or model.lora=null",
         )
 
     def _require_recorded_experts(self) -> None:

@@ -1,4 +1,4 @@
-"""Compares the transports of a weight sync: a shared file, a process group (gloo), and Ray's object store.
+"""Compares the transports of a weight sync: a shared file, process groups, and Ray's object store.
 
 The first part times weight syncs of 120M parameters from two FSDP2 ranks to two engines: on one host with each
 transport, and on two hosts with the transports that work between hosts. The two hosts are simulated on one machine by
@@ -40,7 +40,7 @@ COMMAND = "python -m tests.benchmarks.transports"
 ROUNDS, FAKE_ROUNDS = 9, 5
 BUCKETS = 8_000_000_000 * 2 // (64 << 20)
 SIZES = {"process_group": ((64, 64), (512, 512)), "object_store": ((16, 16), (64, 64))}
-ONE_HOST: tuple[WeightTransport, ...] = ("shared_memory", "process_group", "object_store")
+ONE_HOST: tuple[WeightTransport, ...] = ("shared_memory", "process_group", "device_handles", "object_store")
 TWO_HOSTS: tuple[WeightTransport, ...] = ("process_group", "object_store")
 SETTINGS = [
     "rollout=hf", "placement.actor_ranks=2", "placement.rollout_replicas=2", "placement.reward_workers=1",

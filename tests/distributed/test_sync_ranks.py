@@ -45,19 +45,19 @@ def failing(action: str):
     def patch(host):
         import os
 
-        from workers.sync import sender
+        from workers.sync.sender import Sender
 
-        write = sender.Sender.write
+        write = Sender._write
 
-        def broken(self, number, path):
-            if number != 2:
-                return write(self, number, path)
+        def broken(self, place, *arguments):
+            if place not in self.layout[2]:
+                return write(self, place, *arguments)
             if action == "die":
                 os._exit(1)
-            sender.Sender.write = write
+            Sender._write = write
             raise RuntimeError("a bug")
 
-        sender.Sender.write = broken
+        Sender._write = broken
 
     return patch
 
@@ -136,11 +136,14 @@ def is_abandoned(path) -> bool:
         return False
 
 
-TRANSPORTS = ("shared_memory", "object_store", "process_group")
+TRANSPORTS = ("shared_memory", "object_store", "process_group", "device_handles")
 MEMBERS = [
-    "rollout replica 0",
-    *(pytest.param(name, marks=pytest.mark.broad) for name in ("training rank 1", "rollout replica 1")),
-]
+    ("rollout replica 0", "process_group"), ("training rank 1", "device_handles"),
+    pytest.param("training rank 1", "process_group", marks=pytest.mark.broad),
+    pytest.param("rollout replica 1", "process_group", marks=pytest.mark.broad),
+    pytest.param("rollout replica 0", "device_handles", marks=pytest.mark.broad),
+    pytest.param("rollout replica 1", "device_handles", marks=pytest.mark.broad),
+]  # fmt: skip
 
 
 async def test_E5_E6_each_transport_leaves_every_engine_with_the_weights_of_all_ranks(workers, nothing_left):
@@ -150,7 +153,7 @@ async def test_E5_E6_each_transport_leaves_every_engine_with_the_weights_of_all_
     for version, transport in enumerate(TRANSPORTS, 1):
         await sync(workers.actor.ranks, engines(workers), version, check=True, transport=transport)
         found += await answers(workers)
-    assert len(found) == 6
+    assert len(found) == 2 * len(TRANSPORTS)
     assert all(one == found[0] for one in found)
     assert found[0][1] != before[0][1]
 
@@ -183,8 +186,8 @@ async def test_the_death_of_a_rank_is_named_and_leaves_no_file(workers, nothing_
         await engines(workers)[1].call(RolloutWorker.poll, 0.1)
 
 
-@pytest.mark.parametrize("dying", MEMBERS)
-async def test_the_death_of_a_member_of_the_process_group_is_named(start, nothing_left, dying):
+@pytest.mark.parametrize(("dying", "transport"), MEMBERS)
+async def test_the_death_of_a_member_of_the_process_group_is_named(start, nothing_left, dying, transport):
     async with started(start, "rollout=hf") as workers:
         await workers.rollout.start()
         number = int(dying[-1])
@@ -194,6 +197,6 @@ async def test_the_death_of_a_member_of_the_process_group_is_named(start, nothin
             await on([engines(workers)[number].process], dying_engine)
         survivor = engines(workers)[0 if number else 1]
         with pytest.raises(WorkerLost, match=rf"{dying} \(pid .* is gone"):
-            await sync(workers.actor.ranks, engines(workers), 1, check=True, transport="process_group")
+            await sync(workers.actor.ranks, engines(workers), 1, check=True, transport=transport)
         with pytest.raises(SyncError, match="weight sync 1 failed"):
             await survivor.call(RolloutWorker.poll, 0.1)

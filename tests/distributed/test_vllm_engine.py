@@ -144,7 +144,7 @@ async def test_E3_B4_ids_go_in_and_out_as_ids_and_only_a_generated_end_token_end
 
 async def test_E5_a_bucket_with_one_corrupted_byte_is_refused(engine, start):
     bad = buckets(shaken(start, 0.01))
-    bad[0].data = bad[0].data.copy()
+    bad[0].data = bad[0].data.clone()
     bad[0].data[1234] ^= 0x40
     with pytest.raises(SyncError, match=r"the bytes of 'model.embed_tokens.weight' are not those"):
         await load(engine, bad)

@@ -3,6 +3,7 @@
 The vLLM engine under test runs in a process of its own.
 """
 
+import contextlib
 import itertools
 
 import pytest
@@ -23,6 +24,7 @@ from workers.placement import ENGINE, spawner
 from workers.rollout.messages import Completion, Request
 from workers.rollout.worker import RolloutWorker
 from workers.sync.buckets import join
+from workers.sync.memory import shared
 from workers.sync.sender import Sender
 
 pytestmark = [
@@ -67,9 +69,16 @@ async def engine(folder, ray_here):
     await made.call(RolloutWorker.close)
 
 
-async def load(engine: Role[RolloutWorker], model: torch.nn.Module, version: int = 1, *, spoil: bool = False) -> None:
-    """Do a complete weight sync, including the checks of the weights."""
+async def load(
+    engine: Role[RolloutWorker], model: torch.nn.Module, version: int = 1, *, spoil: bool = False, on_gpu: bool = False
+) -> None:
+    """Do a complete weight sync, including the checks of the weights.
+
+    If `on_gpu` is true, the buckets stay in the memory of the GPU, and the engine maps this memory.
+    """
     sender, name = Sender(model.to(device()), version=version, dtype="bfloat16", check=True), f"sync {next(NUMBERS)}"
+    if on_gpu:
+        sender.device = device()
     await engine.call(RolloutWorker.start_load, name, version)
     for number in range(len(sender.layout)):
         bucket = join([sender.write(number, None)])
@@ -77,7 +86,8 @@ async def load(engine: Role[RolloutWorker], model: torch.nn.Module, version: int
             for piece in bucket.pieces:
                 if piece.name.endswith("layers.1.mlp.down_proj.weight"):
                     object.__setattr__(piece, "probe", piece.probe + abs(piece.probe).max())
-        await engine.call(RolloutWorker.load_bucket, name, None, bucket)
+        with shared(bucket) if on_gpu else contextlib.nullcontext(bucket) as described:
+            await engine.call(RolloutWorker.load_bucket, name, None, described)
     await engine.call(RolloutWorker.finish_load, name, None)
 
 
@@ -115,6 +125,18 @@ async def test_E5_a_sync_to_the_gpu_engine_passes_its_checks_and_one_with_other_
         await load(engine, model_of(1), spoil=True)
     await load(engine, model_of(1))
     assert await answers(engine, temperature=1.0)
+
+
+async def test_E5_weights_in_gpu_memory_that_the_engine_maps_pass_the_same_checks(engine):
+    await load(engine, model_of(6))
+    expected = await answers(engine, temperature=0.0)
+    await load(engine, model_of(7))
+    await load(engine, model_of(6), on_gpu=True)
+    got = await answers(engine, temperature=0.0)
+    assert {key: a.token_ids for key, a in got.items()} == {key: a.token_ids for key, a in expected.items()}
+    with pytest.raises(SyncError, match="down_proj"):
+        await load(engine, model_of(7), spoil=True, on_gpu=True)
+    await load(engine, model_of(7), on_gpu=True)
 
 
 async def test_E6_an_engine_that_slept_gives_its_memory_back_and_answers_as_a_fresh_one(engine, tmp_path):

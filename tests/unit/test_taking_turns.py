@@ -142,7 +142,14 @@ class Actor(Process):
         return Offer([True], None)
 
     def export(self, number, path, *loaded):
-        return Bucket(self.version, "float32", [Place("w", (1,), 0, 4)], {}, [Piece("w", 0, 4)], data=b"1234")
+        return Bucket(
+            self.version,
+            "float32",
+            [Place("w", (1,), 0, 4)],
+            {},
+            [Piece("w", 0, 4)],
+            data=torch.zeros(4, dtype=torch.uint8),
+        )
 
     def end_export(self):
         pass

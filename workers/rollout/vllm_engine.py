@@ -24,7 +24,7 @@ import psutil
 import torch
 from vllm import CompletionOutput, SamplingParams
 from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
@@ -44,7 +44,7 @@ from workers.rollout.messages import Completion, Request
 from workers.rollout.stop_strings import StopStrings, stop_strings
 from workers.rollout.vllm_worker import BACKEND
 from workers.sync.buckets import Bucket
-from workers.sync.memory import as_file
+from workers.sync.memory import shared
 
 T = TypeVar("T")
 # Each request has its own sampling parameters, which are never modified, so vLLM does not need to copy them. The option
@@ -594,16 +594,16 @@ class AsyncVLLM:
         If the engine sleeps, `start_load` allocates the memory of the weights again. `finish_load` allocates the memory
         of the KV cache again.
         """
-        self._sync(self._start_load())
+        self._run(self._start_load())
 
     def load_bucket(self, bucket: Bucket) -> None:
         """Load the tensors of a bucket of weights.
 
         Raises SyncError if the received bytes differ from the bytes that the sender wrote.
         """
-        with as_file(bucket) as shared:
-            pickled = pickle.dumps(shared)  # `shared` names a file with the weights, so the pickle contains no weights.
-            self._sync(self.engine.update_weights(WeightTransferUpdateRequest({"pickled": pickled})))
+        with shared(bucket) as described:
+            pickled = pickle.dumps(described)  # `described` names the memory of the weights, and contains no weights.
+            self._run(self._call_workers("update_weights", update_info={"pickled": pickled}))
 
     def finish_load(self, version: int) -> None:
         """Make the engine use the new weights, check the weights, drop the KV cache, and resume generation.
@@ -612,29 +612,33 @@ class AsyncVLLM:
         generation continues. With `rollout.keep_kv_cache`, no keys and values are dropped, but requests that arrive
         after the weight sync use only keys and values of the new weights.
         """
-        self._sync(self._finish_load(version))
+        self._run(self._finish_load(version))
         self.loads += 1
 
-    def _sync(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        try:
-            self._run(coroutine)
-        # If another process raised the error, the original type of the error can be told only from the error's text.
-        except Exception as error:
-            raise (SyncError(str(error)) if "weight sync" in str(error) else error) from None
+    async def _call_workers(self, method: str, **arguments: Any) -> None:
+        """Call a method of vLLM's worker in all processes of the engine.
+
+        Raises SyncError if the method raised SyncError in a process, and RuntimeError for any other exception.
+        """
+        for answer in await self.engine.collective_rpc("rltrain_call", args=(method, arguments)):
+            if answer is not None:
+                kind, text = answer
+                raise SyncError(text) if kind == SyncError.__name__ else RuntimeError(f"{kind}: {text}")
 
     async def _start_load(self) -> None:
         await self._wake(WEIGHTS)
         await self.engine.pause_generation(mode="keep", clear_cache=False)
-        await self.engine.collective_rpc("rltrain_reset")
-        await self.engine.start_weight_update()
+        await self._call_workers("rltrain_reset")
+        await self._call_workers("start_weight_update")
 
     async def _finish_load(self, version: int) -> None:
-        await self.engine.finish_weight_update(str(version))
+        await self._call_workers("finish_weight_update")
+        await self.engine.update_weight_version(str(version))
         if self.options.adapters is not None:
-            await self.engine.collective_rpc("rltrain_adapt")
+            await self._call_workers("rltrain_adapt")
         if not self.config.keep_kv_cache:
             await self.engine.reset_prefix_cache(reset_running_requests=True)
-        await self.engine.collective_rpc("rltrain_check")
+        await self._call_workers("rltrain_check")
         await self._wake(CACHE)
         await self.engine.resume_generation()
 

@@ -18,6 +18,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
+    get_tp_group,
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
@@ -61,7 +62,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     If vLLM runs in the rollout worker's process, an `UpdateInfo` message contains the bucket itself. If vLLM runs in
     other processes, an `UpdateInfo` message contains the pickled bucket, and the bytes of the weights are in a shared
-    file.
+    file or in shared GPU memory.
     """
 
     bucket: Bucket | None = None
@@ -118,9 +119,12 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Verify the bytes of a bucket of weights, and load the tensors of the bucket."""
+        """Verify the bytes of a bucket of weights, and load the tensors of the bucket.
+
+        vLLM's loaders copy only those parts of a tensor to this rank's device that the rank needs.
+        """
         bucket = update_info.read()
-        data = self.reader.data(bucket)
+        data = self._bytes(bucket)
         self.version, self.dtype = bucket.version, str(self.model_config.dtype).removeprefix("torch.")
         verified = self.helper.submit(verify, bucket, data)
         try:
@@ -128,11 +132,25 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             if bucket.scale is not None:
                 self.adapters.take(bucket, data)
             else:
-                tensors = {name: tensor.to(self.device) for name, tensor in tensors_of(bucket, data)}
-                self._load(in_checkpoint_form(self.source, tensors).items())
+                self._load(in_checkpoint_form(self.source, dict(tensors_of(bucket, data))).items())
                 keep_unfinished(self.model, data)
         finally:
             verified.result()  # As soon as `receive_weights` returns, the sender is free to overwrite the bucket.
+
+    def _bytes(self, bucket: Bucket) -> Tensor:
+        """Return the bytes (n,) of a bucket.
+
+        Only the first tensor-parallel rank uses the GPU on which a bucket arrives. Therefore the first rank sends such
+        a bucket to the other ranks.
+        """
+        if bucket.handle is None or get_tensor_model_parallel_world_size() == 1:
+            return self.reader.data(bucket)
+        if get_tensor_model_parallel_rank() == 0:
+            data = self.reader.data(bucket)
+        else:
+            data = torch.empty(bucket.size, dtype=torch.uint8, device=self.device)
+        received: Tensor = get_tp_group().broadcast(data, src=0)
+        return received
 
     def _expect(self, bucket: Bucket) -> None:
         """Store the matrix products that the actor has sent, under the names that vLLM gives to the tensors."""
@@ -214,13 +232,13 @@ def repack_heads(model: nn.Module) -> None:
         module.quant_method.process_weights_after_loading(module)
 
 
-def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
+def keep_unfinished(model: nn.Module, data: Tensor) -> None:
     """Copy the tensors of incomplete fused layers out of the memory `data`, in which a bucket of weights arrived.
 
     vLLM loads a fused layer only when all parts of the layer have arrived, and until then keeps references to the parts
     that have arrived. Later buckets overwrite the memory `data`, so these parts must be copied.
     """
-    low, high = data.ctypes.data, data.ctypes.data + data.nbytes
+    low, high = data.data_ptr(), data.data_ptr() + data.nbytes
     for layer in model.modules():
         for _, call in get_layerwise_info(layer).loaded_weights:
             for name, value in call.arguments.items():
@@ -242,6 +260,21 @@ class WorkerExtension:
 
     vllm_config: Any
     weight_transfer_engine: Any
+
+    def rltrain_call(self, method: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
+        """Call a method of this worker, and return the type and the text of the exception that the method raised.
+
+        An exception must not leave a call of several workers. vLLM reads the workers' answers only up to the first
+        exception, and takes the answers that it has not read for the answers to the next call.
+
+        Returns:
+            None if the method raised no exception.
+        """
+        try:
+            getattr(self, method)(**arguments)
+        except Exception as error:
+            return type(error).__name__, str(error)
+        return None
 
     def rltrain_reset(self) -> None:
         """Discard an interrupted weight update, because vLLM starts no update while another update is active."""

@@ -15,6 +15,7 @@ from workers.rollout.stop_strings import text_before
 from workers.rollout.turn_server import turn_server
 from workers.rollout.turns import TurnFormat, TurnRequest, TurnResult
 from workers.sync.buckets import Bucket
+from workers.sync.device_memory import own_gpu
 from workers.sync.process_group import Chain, receive_buckets
 from workers.sync.receiver import Loads, Receiver
 
@@ -223,14 +224,17 @@ class RolloutWorker:
         """
         self._run("load weights", lambda: self.receiver.bucket(self.engine, sync, parts))
 
+    def gpu(self) -> str | None:
+        """Return the identifier of the engine's first GPU (see `device_memory.own_gpu`), or None without a GPU."""
+        return own_gpu()
+
     def receive_all(self, sync: str, chain: Chain, place: int) -> None:
-        """Receive each bucket of weights through a process group, send it to the next engine, and load it.
+        """Receive each bucket of weights through a process group, and load it.
 
         Args:
             sync: Name of the weight sync.
-            chain: Description of the process group through which the weights are sent. The engines in the process
-                group pass each bucket on from one engine to the next.
-            place: Index of this engine in the chain of engines, from 0.
+            chain: Description of the process group through which the weights are sent.
+            place: Index of this engine among the engines of the process group, from 0.
         """
 
         def load(bucket: Bucket) -> None:

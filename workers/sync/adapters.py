@@ -10,7 +10,6 @@ are memory-mapped during the merge, so the engine keeps no second copy of the ba
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 from torch import Tensor
 
 from rltrain.base.errors import SyncError
@@ -28,11 +27,11 @@ class Adapters:
     def __init__(self, path: str | Path) -> None:
         self.path, self.scale, self.parts = path, 1.0, dict[str, Tensor]()
 
-    def take(self, bucket: Bucket, data: np.ndarray) -> None:
+    def take(self, bucket: Bucket, data: Tensor) -> None:
         """Copy the adapters out of a bucket, because a later bucket will overwrite the bucket's bytes."""
         assert bucket.scale is not None, "a weight-sync bucket of LoRA adapters must contain the adapters' scale"
         self.scale = bucket.scale
-        self.parts |= {name: tensor.clone() for name, tensor in tensors_of(bucket, data)}
+        self.parts |= {name: tensor.to("cpu", copy=True) for name, tensor in tensors_of(bucket, data)}
 
     def merged(self, *, everything: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, merged matrix in float32) for each adapted matrix, one at a time.

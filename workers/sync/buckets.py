@@ -8,6 +8,7 @@ bucket, and reads whole tensors from the joined bucket.
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,10 +71,12 @@ class Bucket:
         aliases: maps each additional name of a tied tensor to the name under which the tensor is sent. The engine
             checks a tied tensor under each of its names.
         pieces: the pieces (rows of tensors) that were written into the bucket, in the order of their bytes.
-        data: the bucket's bytes as uint8, or None if the bytes are in a file. In one rank's part, `data` contains the
-            rank's pieces one after another, each at a multiple of `ALIGNMENT`. In the result of `join`, and in the file
-            at `path`, each tensor starts at its offset in `places`.
+        data: the bucket's bytes as uint8, in the memory of the host or of a GPU, or None if the bytes are elsewhere. In
+            one rank's part, `data` contains the rank's pieces one after another, each at a multiple of `ALIGNMENT`. In
+            the result of `join`, and in the file at `path`, each tensor starts at its offset in `places`.
         path, offset: path of the file that holds the bucket's bytes, and the offset of the bucket in the file.
+        handle: description of the GPU memory that holds the bucket's bytes, with which another process can map the
+            memory (see `device_memory.handle_of`).
         scale: factor by which the product B A of an adapter's matrices B and A is multiplied, or None if the tensors
             are not adapters.
     """
@@ -83,10 +86,19 @@ class Bucket:
     places: list[Place]
     aliases: dict[str, str]
     pieces: list[Piece] = field(default_factory=list)
-    data: np.ndarray | None = None
+    data: Tensor | None = None
     path: str | None = None
     offset: int = 0
+    handle: str | None = None
     scale: float | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes with `data` as a NumPy array, whose bytes Ray can pass on without copying them."""
+        return vars(self) | {"data": None if self.data is None else self.data.numpy()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the attributes that `__getstate__` returned."""
+        vars(self).update(state | {"data": None if state["data"] is None else as_tensor(state["data"])})
 
     @property
     def size(self) -> int:
@@ -107,6 +119,13 @@ class Bucket:
                 found.setdefault(piece.name, []).append(piece.probe)
         probes = {name: np.concatenate(parts) for name, parts in found.items()}
         return probes | {alias: probes[name] for alias, name in self.aliases.items() if name in probes}
+
+
+def as_tensor(values: np.ndarray) -> Tensor:
+    """Return a tensor that shares the memory of an array. If the array is read-only, nobody may write to the tensor."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")
+        return torch.from_numpy(values)
 
 
 def aligned(size: int) -> int:
@@ -158,29 +177,29 @@ def join(parts: Sequence[Bucket]) -> Bucket:
             f"weight sync {first.version}: the shards of '{wrong[0]}' from all ranks have gaps or overlaps "
             f"({sent.get(wrong[0], 0)} bytes were sent); please report this"
         )
-    data = _together(first.size, parts) if first.path is None else None
+    data = _together(first.size, parts) if first.path is None and first.handle is None else None
     return replace(first, pieces=pieces, data=data)
 
 
-def _together(size: int, parts: Sequence[Bucket]) -> np.ndarray:
+def _together(size: int, parts: Sequence[Bucket]) -> Tensor:
     """Return the bytes (size,) of a whole bucket, into which the rows from all ranks are copied.
 
     If only one rank sends a part of the bucket, the bytes of the part are returned without a copy.
     """
+    assert parts[0].data is not None, "a bucket whose bytes are not in a file must have `data`"
     if len(parts) == 1:
-        assert parts[0].data is not None, "a bucket whose bytes are not in a file must have `data`"
         return parts[0].data
-    whole = np.zeros(size, np.uint8)
+    whole = torch.zeros(size, dtype=torch.uint8, device=parts[0].data.device)
     for part in parts:
         start = 0
         for piece in part.pieces:
             assert part.data is not None, "a bucket whose bytes are not in a file must have `data`"
-            whole[piece.start : piece.start + piece.size] = part.data[start : start + piece.size]
+            whole[piece.start : piece.start + piece.size].copy_(part.data[start : start + piece.size])
             start += aligned(piece.size)
     return whole
 
 
-def verify(bucket: Bucket, data: np.ndarray) -> None:
+def verify(bucket: Bucket, data: Tensor) -> None:
     """Raise SyncError if received rows do not have the checksum that the sender has computed.
 
     Rows without a checksum are not checked.
@@ -196,13 +215,8 @@ def verify(bucket: Bucket, data: np.ndarray) -> None:
             )
 
 
-def tensors_of(bucket: Bucket, data: np.ndarray) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(bucket: Bucket, data: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each tensor in a bucket, where the tensor is a view of the bucket's bytes."""
-    with warnings.catch_warnings():
-        # PyTorch warns if the NumPy array `data` is read-only. PyTorch's warning about read-only arrays is suppressed,
-        # because no code writes to the tensors that `tensors_of` yields.
-        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")
-        whole = torch.from_numpy(data)
     for place in bucket.places:
-        part = whole[place.start : place.start + place.size]
+        part = data[place.start : place.start + place.size]
         yield place.name, part.view(getattr(torch, bucket.dtype)).view(place.shape)

@@ -22,16 +22,27 @@ from rltrain.base.errors import SyncError
 RELATIVE_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
-def checksum(data: np.ndarray) -> int:
+def checksum(data: Tensor) -> int:
     """Return the sum modulo 2**64 of the 64-bit words of `data` (n,) uint8 and of the bytes after the last whole word.
 
     The checksum takes one pass over the data and is as fast as reading the data from memory. If data are split into
     parts whose lengths are multiples of 8 bytes, the sum of the parts' checksums modulo 2**64 is the checksum of all
     data.
     """
+    if data.device.type != "cpu":
+        return checksum_on_gpu(data)
+    # NumPy reads 64-bit words at any address, and PyTorch only at addresses that are multiples of 8.
+    values, whole = data.numpy(), len(data) // 8 * 8
+    words = int(values[:whole].view(np.uint64).sum(dtype=np.uint64))
+    return (words + int(values[whole:].sum(dtype=np.uint64))) % 2**64
+
+
+def checksum_on_gpu(data: Tensor) -> int:
+    """Return `checksum(data)`, computed by PyTorch on the device of `data`."""
     whole = len(data) // 8 * 8
-    words = int(data[:whole].view(np.uint64).sum(dtype=np.uint64))
-    return (words + int(data[whole:].sum(dtype=np.uint64))) % 2**64
+    words = data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()
+    # A sum of int64 and a sum of uint64 are equal modulo 2**64.
+    return int(words.view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)) % 2**64
 
 
 def probe(tensor: Tensor) -> Tensor:
@@ -42,7 +53,7 @@ def probe(tensor: Tensor) -> Tensor:
     """
     if tensor.ndim < 2:
         return tensor.float().flatten()
-    return tensor.flatten(0, -2).float() @ probe_vector(tensor.size(-1), tensor.dtype)
+    return tensor.flatten(0, -2).float() @ probe_vector(tensor.size(-1), tensor.dtype).to(tensor.device)
 
 
 @functools.lru_cache(maxsize=32)  # A model's matrices have few different widths, so 32 cached vectors are enough.

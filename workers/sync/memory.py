@@ -1,4 +1,4 @@
-"""Files in shared memory, through which the processes of one host exchange weights during one sync.
+"""Shared memory through which the processes of one host exchange weights during one sync: files, or memory of a GPU.
 
 Only the user who runs the process can access a shared file. A shared file's name is removed as soon as all processes
 have opened the file, and at the latest at the end of the sync, even if the sync fails. If all processes that use a
@@ -23,11 +23,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from rltrain.base.errors import SyncError
 from workers.cluster import leftovers
 from workers.sync.buckets import Bucket
+from workers.sync.device_memory import handle_of, mapped
 
 FOLDER = Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
 PREFIX = leftovers.WEIGHTS_PREFIX
@@ -73,7 +75,7 @@ class SharedFile:
                 os.posix_fallocate(descriptor, 0, max(size, 1))
             # `descriptor` can be closed, because the memory map keeps the file open, and the open file keeps its
             # advisory lock.
-            self.memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
+            self.memory = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
         except BaseException:
             if size is not None:
                 self.unlink()
@@ -91,12 +93,12 @@ class SharedFile:
 
 
 class Reader:
-    """Reader of the bytes of buckets, whether the bytes are stored in the bucket object or in a shared file."""
+    """Reader of the bytes of buckets, which are in the bucket object, in a shared file, or in shared GPU memory."""
 
     def __init__(self) -> None:
         self.file: SharedFile | None = None
 
-    def data(self, bucket: Bucket) -> np.ndarray:
+    def data(self, bucket: Bucket) -> Tensor:
         """Return the bytes (n,) of a whole bucket, after all ranks have written their parts of the bucket.
 
         Raises:
@@ -104,6 +106,8 @@ class Reader:
         """
         if bucket.data is not None:
             return bucket.data
+        if bucket.handle is not None:
+            return mapped(bucket.handle)
         assert bucket.path is not None, "a bucket without data in memory must have the path of a shared file"
         if self.file is None or self.file.path != bucket.path:
             try:
@@ -121,16 +125,20 @@ class Reader:
 
 
 @contextlib.contextmanager
-def as_file(bucket: Bucket) -> Iterator[Bucket]:
-    """Put the bytes of a bucket into a shared file that all processes of an engine can read inside the `with` block.
+def shared(bucket: Bucket) -> Iterator[Bucket]:
+    """Make the bytes of a bucket readable for other processes of this machine inside the `with` block.
 
-    If the bytes of `bucket` are already in a shared file, `bucket` is yielded unchanged.
+    Bytes in the memory of a GPU stay there, and other processes map this memory. Bytes in the host's memory are copied
+    to a shared file. If `bucket.data` is None, `bucket` is yielded unchanged.
 
     Raises:
         SyncError: there is no room for the shared file.
     """
     if bucket.data is None:
         yield bucket
+        return
+    if bucket.data.device.type != "cpu":
+        yield replace(bucket, data=None, handle=handle_of(bucket.data))
         return
     try:
         file = SharedFile(new_path(), len(bucket.data))
@@ -140,7 +148,7 @@ def as_file(bucket: Bucket) -> Iterator[Bucket]:
             f"({error.strerror}); make this folder larger (in Docker, with --shm-size)"
         ) from None
     try:
-        file.memory[:] = bucket.data
+        file.memory[: len(bucket.data)].copy_(bucket.data)
         yield replace(bucket, data=None, path=file.path, offset=0)
     finally:
         file.unlink()

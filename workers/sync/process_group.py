@@ -1,9 +1,16 @@
-"""Transfers weights between hosts through a process group (gloo), in which the engines form a chain.
+"""Transfers weights through a process group of the actor's ranks and the engines.
 
-Each actor rank sends its part of each bucket of weights to the first engine of the chain. The first engine joins the
-parts of a bucket into the whole bucket. Each engine sends the whole bucket to the next engine of the chain, and then
-loads the bucket. Different processes work on different buckets at the same time. If the engines of each host follow one
-another in the chain, the weights are sent over the network to each host only once.
+With the transports "gloo" and "nccl", the engines form a chain. Each actor rank sends its part of each bucket of
+weights to the first engine of the chain. The first engine joins the parts of a bucket into the whole bucket. Each
+engine sends the whole bucket to the next engine of the chain, and then loads the bucket. Different processes work on
+different buckets at the same time. If the engines of each host follow one another in the chain, the weights are sent
+over the network to each host only once. With "gloo", the weights go through the memory of the hosts; with "nccl", they
+go from GPU to GPU.
+
+With the transport "device_handles", each engine has a partner: a rank on the same GPU. The ranks gather each bucket, so
+that each rank has the whole bucket. A rank sends only a description of the bucket's memory to its engines. Each engine
+maps the memory, loads the bucket, and sends an acknowledgement, after which the rank frees the memory. On a CPU, ranks
+and engines do the same with shared files.
 
 The driver starts only one call per process for all buckets together, so the driver's work does not grow with the size
 of the model. Ranks and engines wait for each other's buckets directly, without messages from the driver. The members of
@@ -15,12 +22,13 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +39,7 @@ from rltrain.base.errors import RLTrainError, SyncError, SyncStopped, described
 from workers.cluster.node_settings import listener_at, own_address
 from workers.cluster.progress import tick, waiting
 from workers.sync.buckets import Bucket, Piece, Place, join
+from workers.sync.memory import shared
 
 CONNECT_S = 60.0  # Time limit in seconds for connecting to the store.
 # Time limit of one transfer in seconds. If a process is lost, the driver notices the loss long before `TRANSFER_S`
@@ -38,8 +47,11 @@ CONNECT_S = 60.0  # Time limit in seconds for connecting to the store.
 TRANSFER_S = 3600.0
 GIVE_UP_S = 10.0  # Time limit in seconds for marking a weight sync as failed.
 LOOK_S = 1.0  # Seconds between two checks whether the weight sync was marked as failed.
-TAG = 0
+POLL_S = 0.0005  # Seconds between two checks whether a transfer between GPUs has ended.
+GPU = "cuda:0"  # A process uses the first GPU that it may use.
+TAG, ACKNOWLEDGED = 0, 1  # Tags of the bytes of buckets and of acknowledgements.
 GIVEN_UP = "given up"  # Key in the store that marks a failed sync.
+GroupTransport = Literal["gloo", "nccl", "device_handles"]
 T = TypeVar("T")
 
 
@@ -59,6 +71,8 @@ class Chain:
         takes_part: uint8 array with one row for each bucket. Each row has one bit for each rank, packed into bytes by
             `numpy.packbits`. Bit r of row b says whether rank r sends a part of bucket b.
         buckets: number of buckets.
+        transport: how the bytes of the buckets travel.
+        partners: with "device_handles", the index of each engine's partner among the ranks; otherwise empty.
     """
 
     name: str
@@ -68,11 +82,26 @@ class Chain:
     engines: int
     takes_part: np.ndarray
     buckets: int
+    transport: GroupTransport = "gloo"
+    partners: tuple[int, ...] = ()
 
     def senders(self, number: int) -> list[int]:
-        """Return the indices of the ranks that send a part of the bucket with the index `number`."""
+        """Return the indices of the ranks that write a part of the bucket with the index `number`."""
         bits = np.unpackbits(self.takes_part[number], count=self.ranks)
         return [int(rank) for rank in np.flatnonzero(bits)]
+
+    def sources(self, number: int, place: int) -> list[int]:
+        """Return the members that send the bucket with the index `number`, or parts of it, to an engine."""
+        if self.partners:
+            return [self.partners[place]]
+        return self.senders(number) if place == 0 else [self.ranks + place - 1]
+
+    def targets(self, member: int) -> list[int]:
+        """Return the members to which a rank or an engine sends buckets."""
+        if self.partners:
+            return [self.ranks + place for place, rank in enumerate(self.partners) if rank == member]
+        following = max(member + 1, self.ranks)  # Each rank sends to the first engine.
+        return [following] if following < self.size else []
 
     @property
     def size(self) -> int:
@@ -140,32 +169,56 @@ class Member:
         # Without `lazy_init`, each member would connect to all other members.
         options._devices = [gloo.create_device(hostname=own_address(), lazy_init=True)]
         self.group = gloo(meeting, number, chain.size, options)
+        self.gpus: Any = None  # The process group that sends buckets from GPU to GPU.
+        if chain.transport == "nccl":
+            self.gpus = nccl_group(PrefixStore("GPUs", _connect(chain, CONNECT_S)), number, chain.size)
 
     def send(self, bucket: Bucket, to: int) -> None:
         """Send a bucket to the member `to`, and return when the bytes have left this process.
 
-        The bytes of the bucket must be in `bucket.data`, not in a shared file.
+        If `bucket.data` is None, only the description of the bucket is sent.
         """
-        header, probes = encoded(bucket)
-        data = np.zeros(0, np.uint8) if bucket.data is None else bucket.data
-        parts = [_tensor(part) for part in (header, data, probes)]
-        for part in (torch.tensor([part.numel() for part in parts]), *parts):
-            if part.numel():
-                self.group.send([part], to, TAG).wait()
+        header, probes = (_tensor(part) for part in encoded(bucket))
+        data = torch.zeros(0, dtype=torch.uint8) if bucket.data is None else bucket.data
+        self._send(torch.tensor([part.numel() for part in (header, data, probes)]), to)
+        for part in (header, data, probes):
+            self._send(part, to, between_gpus=part is data and self.gpus is not None)
+
+    def lend(self, bucket: Bucket, to: Sequence[int]) -> None:
+        """Let other members map the memory of a bucket, and return when all of them have read it."""
+        if not to:
+            return
+        with shared(bucket) as described:
+            for member in to:
+                self.send(described, member)
+            for member in to:
+                self._receive(torch.zeros(1, dtype=torch.uint8), member, tag=ACKNOWLEDGED)
+
+    def acknowledge(self, lender: int) -> None:
+        """Tell another member that this member has read the bucket that the other member lent."""
+        self._send(torch.ones(1, dtype=torch.uint8), lender, tag=ACKNOWLEDGED)
 
     def receive(self, sender: int) -> Bucket:
         """Wait for the next bucket from another member, and return the bucket."""
         sizes = torch.zeros(3, dtype=torch.int64)
-        self.group.recv([sizes], sender, TAG).wait()
+        self._receive(sizes, sender)
+        device = "cpu" if self.gpus is None else GPU
         try:
-            parts = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+            header, probes = (torch.empty(int(sizes[part]), dtype=torch.uint8) for part in (0, 2))
+            data = torch.empty(int(sizes[1]), dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise SyncError(f"no memory for a bucket of {int(sizes.sum()):,} bytes: {error}") from error
-        for part in parts:
-            if part.numel():
-                self.group.recv([part], sender, TAG).wait()
-        header, data, probes = (part.numpy() for part in parts)
-        return decoded(header, data, probes)
+        for part in (header, data, probes):
+            self._receive(part, sender, between_gpus=part is data and self.gpus is not None)
+        return decoded(header.numpy(), data, probes.numpy())
+
+    def _send(self, part: Tensor, to: int, *, tag: int = TAG, between_gpus: bool = False) -> None:
+        if part.numel():
+            _finish((self.gpus if between_gpus else self.group).send([part], to, tag), poll=between_gpus)
+
+    def _receive(self, part: Tensor, sender: int, *, tag: int = TAG, between_gpus: bool = False) -> None:
+        if part.numel():
+            _finish((self.gpus if between_gpus else self.group).recv([part], sender, tag), poll=between_gpus)
 
     def begin(self, transfer: Callable[[], T]) -> "Future[T]":
         """Start a transfer in a new thread, and return a future of the transfer's result.
@@ -223,11 +276,47 @@ class Member:
         if error is not None:
             with contextlib.suppress(RuntimeError):
                 _mark(self.store, described(error))
-        del self.group, self.store
+        if self.gpus is not None:
+            # A transfer from a member that has failed would keep this process's GPU busy forever.
+            self.gpus.abort() if error is not None else self.gpus.shutdown()
+        del self.group, self.gpus, self.store
 
 
-def send_parts(chain: Chain, rank: int, write: Callable[[int], Bucket]) -> None:
-    """Send one rank's parts of all buckets to the first engine of the chain.
+def nccl_group(store: PrefixStore, number: int, size: int) -> Any:
+    """Return a process group (NCCL) that sends tensors between the GPUs of its members.
+
+    Two members connect to each other when the first tensor is sent between them. No two members may use the same GPU.
+    """
+    from torch._C import _distributed_c10d
+
+    # The variable has the type `Any`, because builds of PyTorch for CPUs have no class `ProcessGroupNCCL`.
+    nccl: Any = _distributed_c10d.ProcessGroupNCCL  # type: ignore[attr-defined, unused-ignore]
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=TRANSFER_S)
+    return nccl(store, number, size, options)
+
+
+def _finish(work: Any, *, poll: bool) -> None:
+    """Wait for the end of a transfer.
+
+    Args:
+        work: the transfer.
+        poll: whether to look repeatedly if the transfer has ended. For a transfer between GPUs, the method `wait` makes
+            only later work on the GPU wait.
+    """
+    while poll and not work.is_completed():
+        time.sleep(POLL_S)
+    work.wait()
+
+
+def send_parts(
+    chain: Chain,
+    rank: int,
+    write: Callable[[int], Bucket],
+    *,
+    agree: Callable[[Exception | None], None] | None = None,
+) -> None:
+    """Send one rank's parts of all buckets to the first engine of the chain, or to the engines on the rank's GPU.
 
     While the rank's part of one bucket is being sent, `write` creates the rank's part of a later bucket.
 
@@ -235,26 +324,55 @@ def send_parts(chain: Chain, rank: int, write: Callable[[int], Bucket]) -> None:
         chain: description of the weight sync.
         rank: index of the rank among the members of the process group.
         write: function that takes the index of a bucket, and returns this rank's part of the bucket.
+        agree: function that all ranks call before each bucket, with the exception that this rank has caught so far. It
+            raises an exception on all ranks if one rank has caught an exception. `agree` is needed if `write` calls
+            collective operations, and None otherwise.
 
     Raises:
         SyncStopped: another process of the weight sync failed.
         SyncError: the rank cannot join the process group.
     """
-    with Member(chain, rank) as member:
+    agree = agree or _raise
+    targets = chain.targets(rank)
+    with _joined(chain, rank, agree) as member:
         sent: Future[None] | None = None
+        failure: Exception | None = None
         for number in range(chain.buckets):
+            agree(failure)
             if rank not in chain.senders(number):
                 continue
-            part = write(number)
-            if sent is not None:
-                member.result(sent)
-            sent = member.begin(partial(member.send, part, chain.ranks))
+            try:
+                part = write(number)
+                if sent is not None:
+                    member.result(sent)
+            except Exception as error:
+                failure = error
+                continue
+            if chain.partners:
+                sent = member.begin(partial(member.lend, part, targets))
+            else:
+                sent = member.begin(partial(member.send, part, *targets))
+        agree(failure)
         if sent is not None:
             member.result(sent)
 
 
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def _joined(chain: Chain, rank: int, agree: Callable[[Exception | None], None]) -> Member:
+    """Return this rank's connection to the process group, or tell the other ranks that there is none."""
+    try:
+        return Member(chain, rank)
+    except SyncError as error:
+        agree(error)
+        raise
+
+
 def receive_buckets(chain: Chain, place: int, load: Callable[[Bucket], None]) -> None:
-    """Receive each bucket of a weight sync, send the bucket to the next engine of the chain, and then load the bucket.
+    """Receive each bucket of a weight sync, send the bucket to the next engine of a chain, and then load the bucket.
 
     While a bucket is loaded, the next bucket is received.
 
@@ -272,9 +390,9 @@ def receive_buckets(chain: Chain, place: int, load: Callable[[Bucket], None]) ->
     with Member(chain, own) as member:
 
         def transfer(number: int) -> Bucket:
-            bucket = member.receive(own - 1) if place else join([member.receive(r) for r in chain.senders(number)])
-            if own + 1 < chain.size:
-                member.send(bucket, own + 1)
+            bucket = join([member.receive(source) for source in chain.sources(number, place)])
+            for target in chain.targets(own):
+                member.send(bucket, target)
             return bucket
 
         coming = member.begin(partial(transfer, 0))
@@ -283,6 +401,8 @@ def receive_buckets(chain: Chain, place: int, load: Callable[[Bucket], None]) ->
             if number + 1 < chain.buckets:
                 coming = member.begin(partial(transfer, number + 1))
             load(bucket)
+            if chain.partners:
+                member.result(member.begin(partial(member.acknowledge, chain.partners[place])))
 
 
 def encoded(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
@@ -301,8 +421,11 @@ def encoded(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
     return np.frombuffer(json.dumps(description).encode(), np.uint8), joined.view(np.uint8)
 
 
-def decoded(header: np.ndarray, data: np.ndarray, probes: np.ndarray) -> Bucket:
-    """Rebuild a bucket from its bytes `data`, and from the description and the probes that `encoded` returned."""
+def decoded(header: np.ndarray, data: Tensor, probes: np.ndarray) -> Bucket:
+    """Rebuild a bucket from the description and the probes that `encoded` returned, and from the bytes `data` (n,).
+
+    If `data` is empty and the description names a file or memory of a GPU, the bytes of the bucket are there.
+    """
     description = json.loads(header.tobytes())
     values, pieces, at = probes.view(np.float32), [], 0
     for name, start, size, checksum, length in description.pop("pieces"):
@@ -310,7 +433,8 @@ def decoded(header: np.ndarray, data: np.ndarray, probes: np.ndarray) -> Bucket:
         at += length or 0
         pieces.append(Piece(name, start, size, checksum, probe))
     places = [Place(**{**place, "shape": tuple(place["shape"])}) for place in description.pop("places")]
-    return Bucket(**{**description, "places": places, "pieces": pieces, "data": data})
+    elsewhere = description["path"] is not None or description["handle"] is not None
+    return Bucket(**{**description, "places": places, "pieces": pieces, "data": None if elsewhere else data})
 
 
 def packed(takes_part: Sequence[Sequence[bool]]) -> np.ndarray:

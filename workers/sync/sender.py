@@ -19,18 +19,22 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from rltrain.base.errors import SyncStopped
 from workers.cluster.node_settings import own_address
-from workers.cluster.progress import tick
+from workers.cluster.progress import tick, waiting
 from workers.models.adapter_weights import merge
 from workers.models.fsdp import full, tied_names
 from workers.models.lora import adapter_tensors, adapters_of, plain_parameters
 from workers.sync.buckets import Bucket, Piece, Place, aligned, end, layout
 from workers.sync.checks import checksum, probe
+from workers.sync.device_memory import own_gpu
 from workers.sync.memory import SharedFile, remove_stale, whereabouts
 from workers.sync.process_group import Chain, send_parts, serve_store
 
 SLOTS = 2  # The shared file has room for at most two buckets: engines read one bucket while ranks write the next one.
-CHUNK_BYTES = 1 << 20  # Rows are processed in chunks of about CHUNK_BYTES bytes, which fit into a CPU core's cache.
+# Rows are processed in chunks of about CHUNK_BYTES bytes on a CPU, so that a chunk fits into a core's cache, and of
+# about GPU_CHUNK_BYTES bytes on a GPU.
+CHUNK_BYTES, GPU_CHUNK_BYTES = 1 << 20, 64 << 20
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,13 @@ class Offer:
             `memory.whereabouts`).
         has_file: True if the driver gave a path for the shared file of the weights and, on rank 0, the shared file was
             created.
-        gathers: whether at least one tensor must be gathered from several ranks before the tensor is sent.
+        gpu: identifier of the rank's GPU (see `device_memory.own_gpu`), or None without a GPU.
     """
 
     takes_part: Sequence[bool]
     where: str | None
     has_file: bool = False
-    gathers: bool = False
+    gpu: str | None = None
 
 
 class Sender:
@@ -67,10 +71,16 @@ class Sender:
         dtype: dtype of the weights in the engine, "float32" or "bfloat16".
         check: whether to send the checksums and probes of `workers.sync.checks`, with which the engines verify the
             weights.
+
+    Attributes:
+        device: device on which `write` collects the rows of a bucket.
+        whole: whether this rank gathers all tensors and sends whole tensors. If `whole` is False, this rank sends the
+            rows that it holds.
     """
 
     def __init__(self, model: nn.Module, *, version: int, dtype: str, check: bool) -> None:
         self.parameters = self.tensors(model)
+        self.device, self.whole = torch.device("cpu"), False
         self.aliases, self.version, self.dtype, self.check = tied_names(model), version, dtype, check
         self.torch_dtype: torch.dtype = getattr(torch, dtype)
         self.itemsize = self.torch_dtype.itemsize
@@ -100,7 +110,7 @@ class Sender:
             except OSError:
                 has_file = False
         takes_part = [self.takes_part(number) for number in range(len(self.layout))]
-        return Offer(takes_part, whereabouts(), has_file, any(map(is_gathered, self.parameters.values())))
+        return Offer(takes_part, whereabouts(), has_file, own_gpu())
 
     def takes_part(self, number: int) -> bool:
         """Return whether this rank must call `write` for the bucket with the index `number`.
@@ -121,8 +131,15 @@ class Sender:
         return self.store.host, self.store.port
 
     def send(self, chain: Chain, member: int) -> None:
-        """Send this rank's parts of all buckets through a process group, in which this rank has the index `member`."""
-        send_parts(chain, member, partial(self.write, path=None))
+        """Send this rank's parts of all buckets through a process group, in which this rank has the index `member`.
+
+        With the transports "nccl" and "device_handles", the buckets stay on the device of the model.
+        """
+        self.whole = chain.transport == "device_handles"
+        if chain.transport != "gloo":
+            self.device = next(iter(self.parameters.values())).device
+        gathers = self.whole or any(map(is_gathered, self.parameters.values()))
+        send_parts(chain, member, partial(self.write, path=None), agree=agree if gathers else None)
 
     @torch.no_grad()
     def write(self, number: int, path: str | None) -> Bucket:
@@ -131,11 +148,12 @@ class Sender:
         Each rank for which `takes_part` is True must call this method.
         """
         places = self.layout[number]
-        held = [(place, own_rows(self.parameters[place.name], self.first)) for place in places]
+        held = [(place, self._rows(self.parameters[place.name])) for place in places]
         rows = [(place, *own) for place, own in held if own]
         bucket = Bucket(self.version, self.dtype, places, self.aliases, path=path)
         if path is None:
-            bucket.data = np.zeros(sum(aligned(own.numel() * self.itemsize) for _, own, _ in rows), np.uint8)
+            size = sum(aligned(own.numel() * self.itemsize) for _, own, _ in rows)
+            bucket.data = torch.zeros(size, dtype=torch.uint8, device=self.device)
         else:
             bucket.offset = number % SLOTS * self.slot
         at = 0
@@ -151,16 +169,20 @@ class Sender:
             self.file.unlink()
         return bucket
 
-    def _slot(self, bucket: Bucket, start: int, size: int) -> np.ndarray:
+    def _rows(self, parameter: Tensor) -> tuple[Tensor, int] | None:
+        """Return the rows of a tensor that this rank sends and the index of the first row; None without such rows."""
+        return (full(parameter), 0) if self.whole else own_rows(parameter, self.first)
+
+    def _slot(self, bucket: Bucket, start: int, size: int) -> Tensor:
         assert bucket.path is not None, "a bucket without data in memory must have the path of a shared file"
         if self.file is None:
             self.file = SharedFile(bucket.path)
         return self.file.memory[bucket.offset + start : bucket.offset + start + size]
 
-    def _write(self, place: Place, rows: Tensor, start: int, target: np.ndarray) -> Piece:
+    def _write(self, place: Place, rows: Tensor, start: int, target: Tensor) -> Piece:
         """Copy rows of a tensor to `target` (n,) uint8, and return a `Piece` with the rows' checksum and probe."""
-        if rows.device.type != "cpu":
-            rows = rows.to(self.torch_dtype).cpu()
+        if rows.device != target.device:
+            rows = rows.to(self.torch_dtype).to(target.device)
         # A tensor with more than two dimensions is a stack of matrices, whose rows are smaller than the tensor's own.
         rows = rows.reshape(1) if rows.ndim == 0 else rows.flatten(0, -2) if rows.ndim > 2 else rows
         row = len(target) // max(1, len(rows))
@@ -168,18 +190,19 @@ class Sender:
         # The number of rows in a chunk is a multiple of 8, so that the length of a chunk in bytes is a multiple of 8.
         # If the length of a chunk were not a multiple of 8 bytes, the sum of the chunks' checksums could differ from
         # the checksum of all rows.
-        step = max(8, CHUNK_BYTES // max(1, row) // 8 * 8)
-        out = torch.from_numpy(target).view(self.torch_dtype).view(rows.shape)
+        chunk = CHUNK_BYTES if target.device.type == "cpu" else GPU_CHUNK_BYTES
+        step = max(8, chunk // max(1, row) // 8 * 8)
+        out = target.view(self.torch_dtype).view(rows.shape)
         total, probes = 0, []
         for number, (source, written) in enumerate(zip(rows.split(step), out.split(step), strict=True)):
             written.copy_(source)
             if self.check:
                 begin = number * step * row
                 total += checksum(target[begin : begin + len(written) * row])
-                probes.append(probe(written).numpy())
+                probes.append(probe(written))
         if not self.check:
             return Piece(place.name, start, len(target))
-        products = np.concatenate(probes) if probes else np.zeros(0, np.float32)
+        products = torch.cat(probes).cpu().numpy() if probes else np.zeros(0, np.float32)
         return Piece(place.name, start, len(target), total % 2**64, products)
 
     def close(self) -> None:
@@ -281,6 +304,26 @@ class AdapterSender(Sender):
                 chunks = map(partial(merge, a=a, scale=self.scale), chunks, b[0].split(step))
             products = [probe(chunk.to(self.engine_dtype).cpu()).numpy() for chunk in chunks]
             yield Piece(name, own[1], 0, None, np.concatenate(products))
+
+
+def agree(failure: Exception | None) -> None:
+    """Raise an exception on all ranks if at least one rank gives a failure.
+
+    All ranks must call `agree` before they gather a tensor together. Without `agree`, the other ranks would wait for a
+    rank that has given up the weight sync.
+
+    Raises:
+        Exception: `failure`, if it is not None.
+        SyncStopped: another rank gave a failure.
+    """
+    failed = torch.tensor([failure is not None], dtype=torch.int32)
+    if dist.is_initialized():
+        with waiting():
+            dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if failure is not None:
+        raise failure
+    if failed.item():
+        raise SyncStopped("another rank gave up the weight sync")
 
 
 def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:

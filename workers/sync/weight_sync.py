@@ -9,17 +9,18 @@ a call fails or a process dies, all later calls of the weight sync also fail, be
 earlier call.
 
 If the ranks and engines are on several hosts, they transfer the buckets through a process group, as
-`workers.sync.process_group` describes. With `rollout.weight_transport=object_store`, ranks and engines use neither a
-shared file nor a process group. Each rank returns the bytes of its rows as the result of the call `export`, and Ray
-passes the bytes to the engines as arguments of the call `load_bucket`. If the ranks must gather some of the tensors
-together, ranks and engines on several hosts transfer the buckets in the same way as with
-`rollout.weight_transport=object_store`.
+`workers.sync.process_group` describes. Ranks and engines also form a process group with
+`rollout.weight_transport=nccl` and `rollout.weight_transport=device_handles`. With
+`rollout.weight_transport=object_store`, ranks and engines use neither a shared file nor a process group. Each rank
+returns the bytes of its rows as the result of the call `export`, and Ray passes the bytes to the engines as arguments
+of the call `load_bucket`.
 """
 
 import asyncio
 import contextlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rltrain.base.errors import ClusterLost, RLTrainError, SyncError, SyncStopped, WorkerLost, described
@@ -27,7 +28,7 @@ from rltrain.settings.schema import WeightTransport
 from workers.cluster.processes import Pending, Role, WorkerProcess, results
 from workers.sync.buckets import Bucket
 from workers.sync.memory import new_path
-from workers.sync.process_group import Chain, give_up, packed
+from workers.sync.process_group import Chain, GroupTransport, give_up, packed
 from workers.sync.sender import SLOTS, Offer
 
 
@@ -75,10 +76,13 @@ class Receives(Protocol):
         buckets in order.
         """
 
+    def gpu(self) -> str | None:
+        """Return the identifier of the engine's first GPU, or None without a GPU."""
+
     def receive_all(self, sync: str, chain: Chain, place: int) -> None:
         """Receive all buckets through a process group, and load the weights in the buckets into the engine.
 
-        `place` is the index of the engine in the chain of engines, from 0.
+        `place` is the index of the engine among the engines of the process group, from 0.
         """
 
     def finish_load(self, sync: str, before: None) -> None:
@@ -128,13 +132,14 @@ async def sync(
                 f"weight sync {version}: rollout.weight_transport=shared_memory needs all ranks and engines on one "
                 "host, and room for two buckets in its shared memory; use rollout.weight_transport=auto"
             )
-        through_group = transport == "process_group" or (transport == "auto" and receivers[0].concurrent and not shared)
-        # No process group is used if the ranks must gather some tensors in collectives, because a rank that gave up a
-        # failed weight sync would leave the other ranks waiting in a collective.
-        if through_group and not any(offer.gathers for offer in offers):
-            await _through_group(ranks, engines, path, offers, places)
-        else:
+        if transport in ("shared_memory", "object_store") or (transport == "auto" and (shared or not file)):
             await _stream(ranks, engines, path, offers, shared=shared)
+        else:
+            kind: GroupTransport = transport if transport == "nccl" or transport == "device_handles" else "gloo"
+            gpus: list[str | None] = [None] * len(engines)
+            if kind != "gloo":
+                gpus = await results([engine.start(Receives.gpu) for engine in engines], depends_on=senders)
+            await _through_group(ranks, engines, path, _members(kind, path, version, offers, places, gpus))
     except BaseException as error:
         await _give_up(engines, path, described(error))
         if isinstance(error, RLTrainError) and not isinstance(error, ClusterLost | SyncError | WorkerLost):
@@ -183,26 +188,92 @@ async def _stream(
     await results(finished, depends_on=_processes(ranks))
 
 
-async def _through_group(
-    ranks: Sequence[Role[Sends]],
-    engines: Sequence[Role[Receives]],
+@dataclass(frozen=True)
+class _Members:
+    """The members of a process group, and the description that all members get.
+
+    Attributes:
+        ranks: indices of the ranks that send weights.
+        engines: indices of the engines, in the order in which they are members.
+        chain: description of the process group. The address of its store is not yet set.
+    """
+
+    ranks: list[int]
+    engines: list[int]
+    chain: Chain
+
+
+def _members(
+    transport: GroupTransport,
     path: str,
+    version: int,
     offers: Sequence[Offer],
     places: Sequence[str | None],
-) -> None:
-    """Transfer all buckets with one call per process, and then make the engines finish loading.
+    gpus: Sequence[str | None],
+) -> _Members:
+    """Return the members of the process group of a weight sync.
 
-    The engines pass the buckets on in a chain. Engines on the same host follow one another in the chain, so that each
-    host receives the weights only once. The engines on the host of rank 0 come first in the chain.
+    In a chain of engines, the engines of a host follow one another, so that each host receives the weights only once.
+    The engines on the host of rank 0 come first.
+
+    Args:
+        transport: how the bytes of the buckets travel.
+        path: name of the weight sync.
+        version: version of the weights, for error messages.
+        offers: one `Offer` per rank.
+        places: for each engine, the string that identifies its host.
+        gpus: for each engine, the identifier of its GPU; None if it is not needed or the engine has no GPU.
+
+    Raises:
+        SyncError: the processes do not have the GPUs that the transport needs.
     """
+    order, partners = list(range(len(places))), tuple[int, ...]()
+    takes_part = [offer.takes_part for offer in offers]
+    if transport == "device_handles":
+        partners = _partners(version, offers, list(zip(places, gpus, strict=True)))
+        takes_part = [[True] * len(parts) for parts in takes_part]  # The ranks gather each bucket together.
+    else:
+        order.sort(key=lambda n: (places[n] != offers[0].where, places[n] or "", n))
+    senders = [n for n, parts in enumerate(takes_part) if any(parts)]
+    used = [*(offers[n].gpu for n in senders), *gpus]
+    if transport == "nccl" and (None in used or len(set(used)) < len(used)):
+        raise SyncError(
+            f"weight sync {version}: rollout.weight_transport=nccl needs a separate GPU for each training rank and "
+            "each engine; use rollout.weight_transport=auto"
+        )
+    parts = packed([takes_part[n] for n in senders])
+    return _Members(
+        senders, order, Chain(path, "", 0, len(senders), len(order), parts, len(parts), transport, partners)
+    )
+
+
+def _partners(
+    version: int, offers: Sequence[Offer], engines: Sequence[tuple[str | None, str | None]]
+) -> tuple[int, ...]:
+    """Return for each engine, given its host and its GPU, the index of a rank on the same host and GPU.
+
+    Raises SyncError if an engine has no such rank.
+    """
+    ranks: dict[tuple[str | None, str | None], int] = {}
+    for number, offer in enumerate(offers):
+        ranks.setdefault((offer.where, offer.gpu), number)
+    if any(engine not in ranks or engine[0] is None for engine in engines):
+        raise SyncError(
+            f"weight sync {version}: rollout.weight_transport=device_handles needs a training rank on the GPU of each "
+            "engine (without GPUs, on the machine of each engine); use rollout.weight_transport=auto"
+        )
+    return tuple(ranks[engine] for engine in engines)
+
+
+async def _through_group(
+    ranks: Sequence[Role[Sends]], engines: Sequence[Role[Receives]], path: str, members: _Members
+) -> None:
+    """Transfer all buckets with one call per process, and then make the engines finish loading."""
     host, port = await ranks[0].call(Sends.serve_store)
-    senders = [n for n, offer in enumerate(offers) if any(offer.takes_part)]
-    order = sorted(range(len(engines)), key=lambda n: (places[n] != offers[0].where, places[n] or "", n))
-    parts = packed([offers[n].takes_part for n in senders])
-    chain = Chain(path, host, port, len(senders), len(engines), parts, len(parts))
+    chain = replace(members.chain, host=host, port=port)
     shared = ranks[0].process.share(chain)
-    sent = [ranks[n].start(Sends.send_all, shared, member) for member, n in enumerate(senders)]
-    loaded = [engines[n].start(Receives.receive_all, path, shared, place) for place, n in enumerate(order)]
+    sent = [ranks[n].start(Sends.send_all, shared, member) for member, n in enumerate(members.ranks)]
+    loaded = [engines[n].start(Receives.receive_all, path, shared, place) for place, n in enumerate(members.engines)]
     involved = _processes([*ranks, *engines])
     try:
         await results([*sent, *loaded], depends_on=involved)

@@ -41,9 +41,11 @@ class Core:
         self.asleep -= set(tags)
         self.paused = bool(self.asleep)
 
-    def collective_rpc(self, method, kwargs=None):
+    def collective_rpc(self, method, kwargs=None, args=()):
+        method = args[0] if method == "rltrain_call" else method
         if method != "rltrain_reset":
             self.note(method)
+        return [None]
 
     def reset_prefix_cache(self, reset_running_requests):
         self.note("reset_prefix_cache")
@@ -73,14 +75,8 @@ class AsyncCore:
     async def resume_generation(self):
         self.core.note("resume")
 
-    async def start_weight_update(self):
-        self.core.note("start_weight_update")
-
-    async def update_weights(self, request):
-        self.core.note("update_weights")
-
-    async def finish_weight_update(self, version):
-        self.core.note("finish_weight_update")
+    async def update_weight_version(self, version):
+        """Accept the version also while generation is paused, as AsyncLLM does."""
 
     def shutdown(self):
         self.core.note("shutdown")
@@ -101,7 +97,7 @@ def made(request, monkeypatch, start):
         monkeypatch.setattr(vllm_engine, name, lambda **arguments: arguments)
     monkeypatch.setattr(vllm_engine.LLMEngine, "from_engine_args", with_arguments)
     monkeypatch.setattr(vllm_engine.AsyncLLM, "from_engine_args", with_arguments)
-    monkeypatch.setattr(vllm_engine, "as_file", lambda bucket: __import__("contextlib").nullcontext(bucket))
+    monkeypatch.setattr(vllm_engine, "shared", lambda bucket: __import__("contextlib").nullcontext(bucket))
 
     def make(*overrides):
         config, _ = compose([f"rollout.vllm.process={request.param}", *overrides])

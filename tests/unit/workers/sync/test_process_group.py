@@ -3,14 +3,20 @@
 import socket
 import threading
 import time
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from torch._C._distributed_c10d import ProcessGroupGloo
 
 from rltrain.base.errors import SyncError, SyncStopped
 from workers.sync import process_group
 from workers.sync.buckets import Bucket, Piece, Place, verify
 from workers.sync.checks import checksum
+from workers.sync.memory import FOLDER, PREFIX, Reader
 from workers.sync.process_group import Chain, Member, decoded, encoded, packed, receive_buckets, send_parts, serve_store
 
 ROWS, WIDTH, BUCKETS = 6, 32, 5
@@ -27,21 +33,44 @@ def store():
     return serve_store("127.0.0.1")
 
 
+def expected_bytes(number, rows):
+    return torch.cat([torch.full((WIDTH,), 10 * number + int(row), dtype=torch.uint8) for row in rows])
+
+
 def part(number, rank, ranks):
     """Return one rank's rows of bucket `number`, which has a single matrix "w" of ROWS rows of WIDTH bytes."""
     rows = np.array_split(np.arange(ROWS), ranks)[rank]
-    data = np.concatenate([np.full(WIDTH, 10 * number + row, np.uint8) for row in rows])
+    data = expected_bytes(number, rows)
     probe = np.array([number + row / 10 for row in rows], np.float32)
     piece = Piece("w", int(rows[0]) * WIDTH, len(data), checksum(data), probe)
-    padded = np.zeros(len(data) + -len(data) % 64, np.uint8)
+    padded = torch.zeros(len(data) + -len(data) % 64, dtype=torch.uint8)
     padded[: len(data)] = data
     place = Place("w", (ROWS, WIDTH // 4), 0, ROWS * WIDTH)
     return Bucket(3, "float32", [place], {"tied": "w"}, [piece], padded)
 
 
-def chain_of(store, ranks, engines, takes_part=None):
+def chain_of(store, ranks, engines, takes_part=None, **kwargs):
     takes_part = [[True] * BUCKETS] * ranks if takes_part is None else takes_part
-    return Chain("sync", store.host, store.port, ranks, engines, packed(takes_part), BUCKETS)
+    return Chain("sync", store.host, store.port, ranks, engines, packed(takes_part), BUCKETS, **kwargs)
+
+
+class Ranks:
+    """Stands for the collective operations of the ranks, each of which runs in a thread of this process."""
+
+    def __init__(self, count):
+        self.barrier, self.failures = threading.Barrier(count, timeout=LIMIT_S), []
+
+    def agree(self, failure):
+        """Do what `workers.sync.sender.agree` does."""
+        if failure is not None:
+            self.failures.append(failure)
+        self.barrier.wait()
+        failed = bool(self.failures)
+        self.barrier.wait()  # No rank adds a failure of the next round before all ranks have read this one.
+        if failure is not None:
+            raise failure
+        if failed:
+            raise SyncStopped("another rank gave up")
 
 
 class Run:
@@ -50,8 +79,9 @@ class Run:
     `outcomes` maps the number of each member to the member's result or error.
     """
 
-    def __init__(self, chain, *, write=None, load=None):
+    def __init__(self, chain, *, write=None, load=None, agree=None):
         self.chain, self.write, self.load, self.outcomes = chain, write or self.whole, load or (lambda *_: None), {}
+        self.agree = agree
         self.threads = [threading.Thread(target=self.member, args=(n,), daemon=True) for n in range(chain.size)]
 
     def whole(self, number, rank):
@@ -60,14 +90,15 @@ class Run:
     def member(self, number):
         try:
             if number < self.chain.ranks:
-                send_parts(self.chain, number, lambda bucket: self.write(bucket, number))
+                send_parts(self.chain, number, lambda bucket: self.write(bucket, number), agree=self.agree)
                 self.outcomes[number] = None
                 return
             place, found = number - self.chain.ranks, []
 
             def load(bucket):
                 self.load(place, len(found))
-                found.append(bucket)
+                # A bucket that a rank lends is readable only until the engine has loaded it.
+                found.append(replace(bucket, data=Reader().data(bucket).clone()))
 
             receive_buckets(self.chain, place, load)
             self.outcomes[number] = found
@@ -91,8 +122,7 @@ def test_every_engine_receives_all_buckets_of_all_ranks(store, ranks, engines):
     for found in outcomes[ranks:]:
         assert len(found) == BUCKETS
         for number, bucket in enumerate(found):
-            expected = np.concatenate([np.full(WIDTH, 10 * number + row, np.uint8) for row in range(ROWS)])
-            assert np.array_equal(bucket.data[: ROWS * WIDTH], expected)
+            assert torch.equal(bucket.data[: ROWS * WIDTH], expected_bytes(number, range(ROWS)))
             verify(bucket, bucket.data)
             want = [number + row / 10 for row in range(ROWS)]
             assert bucket.probes()["w"].tolist() == bucket.probes()["tied"].tolist() == pytest.approx(want)
@@ -112,10 +142,119 @@ def test_a_rank_sends_nothing_for_a_bucket_in_which_it_takes_no_part(store):
     assert [int(bucket.data[0]) for bucket in outcomes[2]] == [0, 10, 20, 30, 40]
 
 
+WHOLE = {"transport": "device_handles"}
+
+
+def whole_bucket(number, rank):
+    """Return bucket `number` as a rank has it after the ranks have gathered all rows."""
+    return part(number, 0, 1)
+
+
+@pytest.mark.parametrize("partners", [(0, 1), (1, 0), (1, 1), (2, 0)])
+def test_with_device_handles_each_engine_reads_all_buckets_in_the_memory_of_its_partner(store, partners):
+    files = set(FOLDER.glob(f"{PREFIX}*"))
+    chain, both = chain_of(store, 3, 2, partners=partners, **WHOLE), Ranks(3)
+    outcomes = Run(chain, write=whole_bucket, agree=both.agree).done()
+    assert outcomes[:3] == [None] * 3
+    for found in outcomes[3:]:
+        assert all(bucket.path is not None for bucket in found)
+        for number, bucket in enumerate(found):
+            assert torch.equal(bucket.data[: ROWS * WIDTH], expected_bytes(number, range(ROWS)))
+            verify(bucket, bucket.data)
+    assert set(FOLDER.glob(f"{PREFIX}*")) == files
+
+
+def test_a_rank_does_not_free_a_bucket_before_each_engine_has_loaded_it(store):
+    """The rank may write one bucket ahead, while the engines load the bucket before."""
+    written, loaded = [], {0: 0, 1: 0}
+
+    def write(number, rank):
+        written.append(number)
+        assert min(loaded.values()) >= number - 1
+        return whole_bucket(number, rank)
+
+    def load(place, number):
+        time.sleep(0.02 * (place + 1))
+        loaded[place] = number + 1
+
+    outcomes = Run(chain_of(store, 1, 2, partners=(0, 0), **WHOLE), write=write, load=load).done()
+    assert outcomes[0] is None
+    assert written == list(range(BUCKETS))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_if_an_engine_fails_all_ranks_give_up_before_the_same_bucket(store, failing):
+    """A rank that alone went on would wait in a collective operation for the ranks that have given up."""
+    written = {0: [], 1: [], 2: []}
+
+    def write(number, rank):
+        written[rank].append(number)
+        return whole_bucket(number, rank)
+
+    def load(place, number):
+        if (place, number) == (failing, 1):
+            raise SyncError("cannot load")
+
+    chain = chain_of(store, 3, 2, partners=(0, 1), **WHOLE)
+    outcomes = Run(chain, write=write, load=load, agree=Ranks(3).agree).done()
+    assert str(outcomes[3 + failing]) == "cannot load"
+    assert all(isinstance(one, SyncStopped) for one in outcomes[:3])
+    assert written[0] == written[1] == written[2]
+    assert len(written[0]) < BUCKETS
+
+
+def test_a_failure_of_one_rank_stops_the_others_before_the_next_bucket(store):
+    def write(number, rank):
+        if (number, rank) == (2, 1):
+            raise ValueError("a bug")
+        return whole_bucket(number, rank)
+
+    outcomes = Run(chain_of(store, 2, 2, partners=(0, 1), **WHOLE), write=write, agree=Ranks(2).agree).done()
+    assert str(outcomes[1]) == "a bug"
+    assert all(isinstance(outcomes[member], SyncStopped) for member in (0, 2, 3))
+
+
+def test_with_nccl_the_bytes_of_buckets_go_through_the_group_of_the_gpus_alone(store, monkeypatch):
+    """A second gloo group stands for the group of the GPUs, which a machine without GPUs cannot form."""
+    moved = []
+
+    def gpu_group(meeting, number, size):
+        options = ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=LIMIT_S)
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
+        group = ProcessGroupGloo(meeting, number, size, options)
+
+        def ended(work):
+            work.wait()
+            # Unlike NCCL, gloo never says that a transfer has ended.
+            return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+        def send(tensors, *args):
+            moved.append(tensors[0].numel())
+            return ended(group.send(tensors, *args))
+
+        def recv(*args):
+            return ended(group.recv(*args))
+
+        return SimpleNamespace(send=send, recv=recv, shutdown=lambda: None, abort=lambda: None)
+
+    monkeypatch.setattr(process_group, "nccl_group", gpu_group)
+    monkeypatch.setattr(process_group, "GPU", "cpu")
+    outcomes = Run(chain_of(store, 2, 2, transport="nccl")).done()
+    assert outcomes[:2] == [None] * 2
+    for found in outcomes[2:]:
+        for number, bucket in enumerate(found):
+            assert torch.equal(bucket.data[: ROWS * WIDTH], expected_bytes(number, range(ROWS)))
+            verify(bucket, bucket.data)
+    rows = {part(0, rank, 2).data.numel() for rank in range(2)}
+    assert set(moved) == rows | {ROWS * WIDTH}
+    assert len(moved) == 3 * BUCKETS
+
+
 def test_a_description_keeps_all_fields_of_a_bucket():
     pieces = [Piece("a", 0, 8, 2**64 - 1, np.array([1.5], np.float32)), Piece("b", 64, 4), Piece("c", 3, 0, None, None)]
     places = [Place("a", (2, 4), 0, 8), Place("b", (), 64, 4)]
-    bucket = Bucket(7, "bfloat16", places, {"head": "a"}, pieces, np.arange(128, dtype=np.uint8), scale=0.5)
+    bucket = Bucket(7, "bfloat16", places, {"head": "a"}, pieces, torch.arange(128, dtype=torch.uint8), scale=0.5)
     header, probes = encoded(bucket)
     found = decoded(header, bucket.data, probes)
     assert found.pieces[0].probe.tolist() == [1.5]
@@ -154,7 +293,7 @@ def test_if_a_rank_fails_all_engines_stop(store):
 def slowly(number, rank):
     """Return a part that is larger than the sockets' buffers, so that sending it to a member that has ended fails."""
     bucket = part(number, rank, 2)
-    bucket.data = np.concatenate([bucket.data, np.zeros(32 << 20, np.uint8)])
+    bucket.data = torch.cat([bucket.data, torch.zeros(32 << 20, dtype=torch.uint8)])
     return bucket
 
 

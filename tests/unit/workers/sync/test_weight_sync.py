@@ -3,6 +3,8 @@
 The fake processes run every call before the call returns.
 """
 
+import contextlib
+
 import pytest
 
 from rltrain.base.errors import ClusterLost, RLTrainError, SyncError, SyncStopped, WorkerError, described
@@ -37,7 +39,7 @@ class Engine:
 class Process:
     """A fake process that runs each call immediately, by calling its own method of the same name."""
 
-    concurrent, how_lost, later = True, "", None
+    concurrent, how_lost, later, gpu_id = True, "", None, None
 
     def start(self, role, method, *args):
         return Pending(self, getattr(self, method)(*args))
@@ -60,7 +62,7 @@ class Rank(Process):
         )
 
     def start_export(self, path, version, check):
-        return Offer([True] * self.buckets, self.where, bool(path))
+        return Offer([True] * self.buckets, self.where, bool(path), self.gpu_id)
 
     def export(self, number, path, *loaded):
         if self.number == 0:
@@ -68,7 +70,7 @@ class Rank(Process):
         if self.fail == f"write {number}":
             raise self.error("a worker process died")
         pieces = [Piece("w", 4 * self.number, 4)]
-        return Bucket(number, "float32", [Place("w", (2,), 0, 8)], {}, pieces, path=path, data=b"" if path else None)
+        return Bucket(number, "float32", [Place("w", (2,), 0, 8)], {}, pieces, path=path, data=None)
 
     def serve_store(self):
         return "10.0.0.1", 29500
@@ -100,6 +102,9 @@ class Replica(Process):
     def load_bucket(self, sync, before, *parts):
         assert before is None
         self.receiver.bucket(self.engine, sync, parts)
+
+    def gpu(self):
+        return self.gpu_id
 
     def receive_all(self, sync, chain, place):
         self.joined = chain, place
@@ -180,13 +185,48 @@ async def test_shared_memory_that_is_set_is_refused_on_several_hosts():
     assert not replicas.receivers[0].whole
 
 
-async def test_tensors_that_ranks_gather_together_do_not_go_through_the_process_group(monkeypatch):
-    monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
+def with_gpus(senders, replicas, rank_gpus, engine_gpus):
+    """Give each fake rank and each fake rollout worker a GPU."""
+    for role, gpu in zip(senders, rank_gpus, strict=True):
+        role.process.gpu_id = gpu
+    for role, gpu in zip(replicas.roles, engine_gpus, strict=True):
+        role.process.gpu_id = gpu
+
+
+async def test_with_device_handles_each_engine_gets_the_weights_from_the_rank_on_its_gpu():
     log: list[str] = []
-    senders = ranks(log, wheres=("a", "b"))
-    monkeypatch.setattr(senders[1].process, "start_export", lambda *_: Offer([True] * 3, "b", True, gathers=True))
-    await weight_sync.sync(senders, Replicas([Engine(log)], ["b"]).roles, 7, check=True)
-    assert "write 0 to calls after 0" in log
+    senders, replicas = ranks(log, wheres=("a", "a", "b")), Replicas([Engine(log) for _ in range(3)], ["b", "a", "a"])
+    with_gpus(senders, replicas, ["g0", "g1", "g0"], ["g0", "g1", "g0"])
+    await weight_sync.sync(senders, replicas.roles, 7, check=True, transport="device_handles")
+    chains = [role.process.joined for role in replicas.roles]
+    assert [place for _, place in chains] == [0, 1, 2]
+    chain = chains[0][0]
+    assert (chain.transport, chain.partners, chain.senders(0)) == ("device_handles", (2, 1, 0), [0, 1, 2])
+    assert [chain.targets(rank) for rank in range(3)] == [[5], [4], [3]]
+    assert [chain.sources(0, place) for place in range(3)] == [[2], [1], [0]]
+
+
+@pytest.mark.parametrize("places", [["there", "here"], [None, None]])
+async def test_device_handles_need_a_rank_beside_each_engine(places):
+    log: list[str] = []
+    senders = ranks(log, wheres=("here", places[1]))
+    with pytest.raises(SyncError, match="needs a training rank on the GPU of each engine"):
+        await weight_sync.sync(senders, Replicas([Engine(log)], places[:1]).roles, 7, check=True,
+                               transport="device_handles")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rank_gpus", "engine_gpus", "works"),
+    [(["a", "b"], ["c"], True), (["a", "b"], ["a"], False), (["a", None], ["c"], False)],
+)
+async def test_nccl_needs_a_gpu_for_each_process(rank_gpus, engine_gpus, works):
+    log: list[str] = []
+    senders, replicas = ranks(log), Replicas([Engine(log)])
+    with_gpus(senders, replicas, rank_gpus, engine_gpus)
+    refused = pytest.raises(SyncError, match="nccl needs a separate GPU for each")
+    with contextlib.nullcontext() if works else refused:
+        await weight_sync.sync(senders, replicas.roles, 7, check=True, transport="nccl")
+        assert replicas.roles[0].process.joined[0].transport == "nccl"
 
 
 async def test_the_engines_of_a_host_follow_one_another_and_each_process_is_called_once(monkeypatch):

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from rltrain.base.errors import SyncError
 from workers.sync import buckets, memory
 from workers.sync.buckets import Bucket, join, layout, tensors_of, verify
-from workers.sync.checks import check_outputs, checksum, probe, probe_vector
-from workers.sync.memory import Reader, SharedFile, as_file, new_path, remove_stale
+from workers.sync.checks import check_outputs, checksum, checksum_on_gpu, probe, probe_vector
+from workers.sync.memory import Reader, SharedFile, new_path, remove_stale, shared
 from workers.sync.sender import Sender, own_rows
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -203,7 +203,7 @@ def test_E5_any_flipped_bit_is_seen_also_after_a_trip_through_pickle(dtype):
     places = [place.start + byte for place in bucket.places for byte in range(0, place.size, 3)]
     for byte in places:
         broken = pickle.loads(pickle.dumps(bucket))
-        broken.data = broken.data.copy()
+        broken.data = broken.data.clone()
         broken.data[byte] ^= 1
         with pytest.raises(SyncError, match="are not those that the actor sent"):
             verify(broken, broken.data)
@@ -237,12 +237,16 @@ def test_without_checks_nothing_is_computed_for_them():
     assert bucket.probes() == {}
 
 
-def test_the_checksum_is_the_sum_of_words_and_counts_odd_bytes():
-    assert checksum(np.array([1, *[0] * 7, 2, *[0] * 7, 5, 6], np.uint8)) == 14
-    assert checksum(np.array([7], np.uint8)) == 7
-    assert checksum(np.full(16, 255, np.uint8)) == 2**64 - 2
-    # the first array does not begin at an aligned address
-    assert checksum(np.arange(17, dtype=np.uint8)[1:]) == checksum(np.arange(1, 17, dtype=np.uint8))
+@pytest.mark.parametrize("function", [checksum, checksum_on_gpu])
+def test_the_checksum_is_the_sum_of_words_and_counts_odd_bytes(function):
+    def of(values):
+        return function(torch.tensor(values, dtype=torch.uint8))
+
+    assert of([1, *[0] * 7, 2, *[0] * 7, 5, 6]) == 14
+    assert of([7]) == 7
+    assert of([255] * 16) == 2**64 - 2
+    # The first tensor does not begin at an aligned address.
+    assert function(torch.arange(17, dtype=torch.uint8)[1:]) == of(list(range(1, 17)))
 
 
 def test_a_probe_is_the_matrix_times_a_vector_that_the_dtype_represents():
@@ -320,16 +324,16 @@ def test_without_room_for_the_file_the_bytes_go_with_the_calls(folder, monkeypat
     assert not sender.offer(new_path()).has_file
     assert list(folder.iterdir()) == []
     (bucket,) = sent()
-    with pytest.raises(SyncError, match=r"no room for a bucket of \d+ bytes"), as_file(bucket):
+    with pytest.raises(SyncError, match=r"no room for a bucket of \d+ bytes"), shared(bucket):
         pass
 
 
 def test_the_processes_of_an_engine_read_a_bucket_from_a_file_that_goes_afterwards(folder):
     (bucket,) = sent()
-    with as_file(bucket) as shared:
+    with shared(bucket) as described:
         assert len(list(folder.iterdir())) == 1
-        assert np.array_equal(Reader().data(pickle.loads(pickle.dumps(shared))), bucket.data)
-        assert len(pickle.dumps(shared)) < len(pickle.dumps(bucket))
+        assert torch.equal(Reader().data(pickle.loads(pickle.dumps(described))), bucket.data)
+        assert len(pickle.dumps(described)) < len(pickle.dumps(bucket))
     assert list(folder.iterdir()) == []
     with pytest.raises(SyncError, match="cannot be opened"):
-        Reader().data(shared)
+        Reader().data(described)

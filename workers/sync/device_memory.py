@@ -1,0 +1,48 @@
+"""GPU memory that two processes of one machine share, and the identity of a process's GPU.
+
+PyTorch has no public function that returns a handle without pickling it. A pickled handle is not used, because the
+handle travels through a network connection, and unpickling data from a network connection can run arbitrary code.
+"""
+
+import base64
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BYTES = "bytes"  # Key of the JSON object that stands for a bytes object.
+
+
+def own_gpu() -> str | None:
+    """Return the unique identifier of the first GPU that this process may use, or None without a GPU."""
+    return str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else None
+
+
+def handle_of(data: Tensor) -> str:
+    """Return a description (JSON) of the GPU memory of a tensor, with which another process can map the memory.
+
+    The memory must not be freed or overwritten while another process reads it.
+
+    Args:
+        data: a uint8 tensor (n,) that starts at the beginning of its storage.
+    """
+    assert data.storage_offset() == 0, "a shared tensor must start at the beginning of its storage"
+    # `_share_cuda_` returns a tuple of integers, booleans and bytes objects.
+    shared: Any = data.untyped_storage()._share_cuda_()
+    return json.dumps([_encoded(value) for value in shared])
+
+
+def mapped(handle: str) -> Tensor:
+    """Map the GPU memory that `handle_of` described in another process, and return it as a uint8 tensor (n,)."""
+    values = [_decoded(value) for value in json.loads(handle)]
+    storage: Any = torch.UntypedStorage._new_shared_cuda(*values)  # type: ignore[no-untyped-call, unused-ignore]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _encoded(value: Any) -> Any:
+    return {_BYTES: base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+
+
+def _decoded(value: Any) -> Any:
+    return base64.b64decode(value[_BYTES]) if isinstance(value, dict) else value
