@@ -303,6 +303,11 @@ class OptimizerConfig:
         at_least=1,
         changeable=True,
     )
+    offload_optimizer: bool = key(
+        "Keep AdamW's moments in CPU memory between the updates, so that an engine on the same GPU has more room for "
+        "its KV cache.",
+        changeable=True,
+    )
 
 
 @section
@@ -988,6 +993,7 @@ class Config:
         self._require_recorded_experts()
         self._require_plain_layers()
         self._require_transport()
+        self._require_one_offload()
         self._require_whole_sequences()
         buffer, limit = self.algorithm.reward_shaping.overlong_buffer, self.rollout.max_response_length
         require(
@@ -1065,6 +1071,15 @@ class Config:
             f"placement.tensor_ranks={tensor} and placement.expert_ranks={experts} with model.compile=true: layers "
             "that ranks divide cannot be compiled; use model.compile=false, or 1 for both keys",
         )
+
+    def _require_one_offload(self) -> None:
+        """Raise ConfigError if the optimizer's moments would be moved to CPU memory twice."""
+        for name, role in (("actor", self.actor), ("critic", self.critic)):
+            require(
+                not (self.model.cpu_offload and role.offload_optimizer),
+                f"{name}.offload_optimizer=true with model.cpu_offload=true: with CPU offload, the optimizer is always "
+                f"in CPU memory; use {name}.offload_optimizer=false",
+            )
 
     def _require_transport(self) -> None:
         """Raise ConfigError if weights cannot travel as `rollout.weight_transport` says."""

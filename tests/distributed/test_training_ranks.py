@@ -79,9 +79,11 @@ async def test_A3_ranks_that_share_a_pack_or_the_matrices_of_layers_give_the_sam
 @pytest.mark.parametrize(
     ("ranks", "override"),
     [(4, "placement.shard_ranks=2"), (2, "placement.shard_ranks=1"), (0, "model.activation_checkpointing=true"),
-     (2, "model.activation_checkpointing=true")],
+     (2, "model.activation_checkpointing=true"), (2, "actor.offload_optimizer=true")],
 )  # fmt: skip
-async def test_copies_of_the_model_and_activations_computed_again_change_nothing(one_rank, start, ranks, override):
+async def test_copies_of_the_model_activations_computed_again_and_moments_in_cpu_memory_change_nothing(
+    one_rank, start, ranks, override
+):
     same(await train(config_of(f"placement.actor_ranks={ranks or 1}", override), start, ranks), one_rank)
 
 

@@ -153,6 +153,9 @@ VARIANTS = {
     ],
     "ppo that resumes at the end of the critic's warm-up": ["algorithm=ppo", "critic.warmup_steps=2"],
     "vapo": ["algorithm=vapo", "critic.warmup_steps=1"],
+    "ppo whose moments are in cpu memory": [
+        "algorithm=ppo", "actor.offload_optimizer=true", "critic.offload_optimizer=true",
+    ],
     "dynamic sampling, entropy target, kl": [
         "algorithm.dynamic_sampling=3", "algorithm.entropy_target=0.5", "algorithm.entropy_coef=0.003",
         "algorithm.kl_loss.kl_loss_coef=0.01", "trainer.prompts_per_minibatch=4",
@@ -186,6 +189,13 @@ async def test_F4_a_restart_from_a_checkpoint_changes_nothing_to_the_last_bit(st
     resumed = await resumed_run(start, tmp_path / "parts", *overrides)
     assert (resumed.trainer.step, resumed.trainer.incarnation) == (2, 1)
     assert_same(await resumed.fit(), whole)
+
+
+async def test_moments_in_cpu_memory_change_nothing_to_the_last_bit(start, tmp_path):
+    overrides = ["algorithm=ppo", "trainer.deterministic=true"]
+    usual = await fitted(start, tmp_path / "usual", *overrides)
+    offload = ["actor.offload_optimizer=true", "critic.offload_optimizer=true"]
+    assert_same(await fitted(start, tmp_path / "offloaded", *overrides, *offload), usual)
 
 
 async def test_F4_also_across_the_edge_of_an_epoch_where_each_prompt_is_used_once_an_epoch(start, tmp_path):

@@ -164,6 +164,9 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names of the moments of a parameter.
+
+
 class Optimizer:
     """AdamW with gradient clipping and a learning-rate schedule that ends after `total_steps` optimizer steps.
 
@@ -187,6 +190,32 @@ class Optimizer:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        # Memory of the CPU for moments, which is kept so that it is allocated and pinned only once.
+        self.host: dict[tuple[Tensor, str], Tensor] = {}
+        self.parked = False
+
+    def park(self) -> None:
+        """Move AdamW's moments to CPU memory until the next optimizer step, if `config.offload_optimizer` is true."""
+        if not self.config.offload_optimizer or self.parked:
+            return
+        for parameter, state in self.adamw.state.items():
+            for kind in MOMENTS:
+                local = _local(state[kind])
+                if (parameter, kind) not in self.host:
+                    pinned = local.device.type == "cuda"
+                    self.host[parameter, kind] = torch.empty_like(local, device="cpu", pin_memory=pinned)
+                state[kind] = _with_local(state[kind], self.host[parameter, kind].copy_(local))
+        self.parked = True
+
+    def _fetch(self) -> None:
+        """Copy the moments back to the device of the parameters, if they are in CPU memory."""
+        if not self.parked:
+            return
+        for parameter, state in self.adamw.state.items():
+            for kind in MOMENTS:
+                host = _local(state[kind])
+                state[kind] = _with_local(state[kind], torch.empty_like(host, device=parameter.device).copy_(host))
+        self.parked = False
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a dictionary with AdamW's state of a parameter: the step count and the two moments.
@@ -238,6 +267,7 @@ class Optimizer:
         lr, skip = self.lr(), not (_on_all_ranks(finite) and math.isfinite(norm))
         self.skipped = self.skipped + 1 if skip else 0
         if trained and not skip:
+            self._fetch()
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             self.adamw.step()
@@ -262,6 +292,16 @@ class Optimizer:
         for group in self.by_mesh:
             nn.utils.clip_grads_with_norm_(group, self.config.max_grad_norm, norm)
         return float(norm)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _with_local(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor that is sharded like `tensor`, and whose shard on this rank is `local`."""
+    # `DTensor.from_local` would move `local` to the device of the mesh.
+    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
 
 
 def _by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -305,6 +305,7 @@ class ActorWorker:
         result.add(part, tokens, step)
 
     def _end_update(self) -> None:
+        self.optimizer.park()
         if self.config.takes_turns:
             # The cache of PyTorch's allocator is emptied, because the rollout engine on the same GPU needs the memory.
             torch.cuda.empty_cache()

@@ -218,7 +218,7 @@ class RankMemory:
 
     def host(self, phase: str) -> list[Part]:
         """Return the parts of the rank's memory that are in host memory even if the rank computes on a GPU."""
-        states = self.states(phase) if self.config.model.cpu_offload else []
+        states = self.states(phase) if self.config.model.cpu_offload else self.parked(phase)
         if phase == START and self.on_gpu:
             return [*states, self.loading()]
         if phase == LOG_PROBS:
@@ -228,13 +228,30 @@ class RankMemory:
         return [*states, *self.saving()] if phase == SAVE else states
 
     def states(self, phase: str) -> list[Part]:
-        """Return the memory that a rank keeps permanently. In the phase `START`, there are no optimizer states yet."""
+        """Return the rank's shards of all models, and the moments beside them.
+
+        In the phase `START`, there are no moments yet. Moments that are in CPU memory between the updates are beside
+        the parameters only in the phase `UPDATE`.
+        """
         weights = sum(self.stored(role) * (role.shape.parameters * role.width + _extra(role)) for role in self.roles)
-        moments = sum(self.stored(role) * role.trained for role in self.roles) * MOMENTS
+        moving = [role for role in self.roles if phase == UPDATE or not self.parks(role)]
+        moments = sum(self.stored(role) * role.trained for role in moving) * MOMENTS
         parts = [Part("parameters", weights, self.more_ranks)]
         if heads := sum(role.other_heads for role in self.roles):
             parts.append(Part("output heads of other models", heads * self.compute))
         return parts if phase == START else [*parts, Part("optimizer states", moments, self.more_ranks)]
+
+    def parked(self, phase: str) -> list[Part]:
+        """Return the CPU memory for moments that are there between the updates, and which is kept during the update."""
+        trained = sum(self.stored(role) * role.trained for role in self.roles if self.parks(role))
+        if phase == START or not trained:
+            return []
+        return [Part("optimizer states in CPU memory", trained * MOMENTS, self.more_ranks)]
+
+    def parks(self, role: RoleMemory) -> bool:
+        """Return whether the moments of a role are in CPU memory between the updates."""
+        settings = {"actor": self.config.actor, "critic": self.config.critic}
+        return role.name in settings and settings[role.name].offload_optimizer
 
     @staticmethod
     def largest(choices: Iterable[list[Part]]) -> list[Part]:

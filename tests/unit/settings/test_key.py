@@ -17,11 +17,13 @@ EVERY = tuple(declared_keys(Config))
 # A resumed run may not change a key that is missing in CHANGEABLE.
 CHANGEABLE = {
     "actor.max_tokens_per_microbatch",
+    "actor.offload_optimizer",
     "actor.share_prefixes",
     "algorithm.distillation.max_concurrent",
     "algorithm.distillation.retries",
     "algorithm.distillation.timeout_s",
     "critic.max_tokens_per_microbatch",
+    "critic.offload_optimizer",
     "data.val",
     "data.val_sets",
     "trainer.eval_samples",

@@ -1,0 +1,72 @@
+"""Tests of moments that are in CPU memory between the updates (`offload_optimizer`)."""
+
+import dataclasses
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from rltrain.settings.compose import compose
+from workers.models.fsdp import MOMENTS, Optimizer
+
+CONFIG = dataclasses.replace(compose([])[0].actor, lr=1e-2, lr_warmup_steps=0)
+
+
+def optimizer_of(model, *, offload):
+    config = dataclasses.replace(CONFIG, offload_optimizer=offload)
+    return Optimizer(list(model.parameters()), config, total_steps=100, max_skipped=0)
+
+
+def train(model, optimizer, steps=3):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        model(torch.randn(5, 4, generator=generator)).square().sum().backward()
+        optimizer.step()
+    optimizer.park()
+
+
+def models():
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 3), nn.Linear(4, 3)
+    second.load_state_dict(first.state_dict())
+    return first, second
+
+
+def test_parked_moments_give_the_same_updates_to_the_last_bit(process_group):
+    usual, parked = models()
+    one, other = optimizer_of(usual, offload=False), optimizer_of(parked, offload=True)
+    for _ in range(3):
+        train(usual, one)
+        train(parked, other)
+        assert (one.parked, other.parked) == (False, True)
+        for mine, its in zip(usual.parameters(), parked.parameters(), strict=True):
+            assert torch.equal(mine, its)
+            assert all(torch.equal(one.moments(mine)[kind], other.moments(its)[kind]) for kind in MOMENTS)
+
+
+def test_parking_frees_the_moments_on_the_device_and_reuses_the_memory_on_the_host(process_group):
+    model, _ = models()
+    optimizer = optimizer_of(model, offload=True)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    on_device = [
+        weakref.ref(optimizer.moments(parameter)[kind]) for parameter in model.parameters() for kind in MOMENTS
+    ]
+    optimizer.park()
+    assert [one() for one in on_device] == [None] * 4
+    host = [tensor.data_ptr() for tensor in optimizer.host.values()]
+    train(model, optimizer)
+    assert [tensor.data_ptr() for tensor in optimizer.host.values()] == host
+    assert [optimizer.moments(p)[kind].data_ptr() for p in model.parameters() for kind in MOMENTS] == host
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_parking_before_the_first_step_or_twice_does_nothing(process_group, offload):
+    model, _ = models()
+    optimizer = optimizer_of(model, offload=offload)
+    optimizer.park()
+    optimizer.park()
+    train(model, optimizer)
+    optimizer.park()
+    assert optimizer.parked is offload
