@@ -1,5 +1,6 @@
 """How many tokens the rows of a batch share at their starts, and what the rows cost if shared tokens count once."""
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,11 +39,18 @@ class SharedStarts:
         found: list[tuple[int, int, int]] = []
         before = 0
         for place, row in sorted((self.place[row], row) for row in rows):
-            between = slice(before + 1, place + 1)
-            shared = (min(self.tokens[between]), min(self.work[between])) if found else (0, 0)
+            shared = 0, 0
+            if found and self._family[before] == self._family[place]:
+                between = slice(before + 1, place + 1)
+                shared = min(self.tokens[between]), min(self.work[between])
             found.append((row, *shared))
             before = place
         return found
+
+    @functools.cached_property
+    def _family(self) -> list[int]:
+        """Return for each place the number of a family. Two rows share tokens only if they are in the same family."""
+        return list(itertools.accumulate(int(tokens == 0) for tokens in self.tokens))
 
     def total(self, rows: Sequence[int], lengths: Sequence[int], work: Sequence[int]) -> "Total":
         """Return the size and the cost of rows that are computed together.

@@ -163,19 +163,28 @@ def _row_sums(batch: DataProto, mask: Tensor) -> Tensor:
     return torch.segment_reduce(mask.float(), "sum", offsets=batch.offsets("response_mask"))
 
 
-def rows_read(microbatches: Sequence[RowIndices], lengths: Sequence[int]) -> RowIndices:
-    """Return the indices of the rows that a rank reads to process its micro-batches, in ascending order.
+def rows_read(ranks: Sequence[Sequence[RowIndices]], lengths: Sequence[int]) -> list[RowIndices]:
+    """Return for each rank the indices of the rows that it reads to process its micro-batches, in ascending order.
 
     For an empty micro-batch, a rank processes the shortest row of the batch, so the rank must also read this row.
 
     Args:
-        microbatches: row indices of each micro-batch of the rank.
+        ranks: for each rank, the row indices of each of its micro-batches.
         lengths: number of tokens of each row of the batch.
     """
-    rows = {row for rows in microbatches for row in rows}
-    if lengths and not all(microbatches):
-        rows.add(min(range(len(lengths)), key=lambda row: lengths[row]))
-    return sorted(rows)
+    stand_in = _shortest(lengths)
+    found = []
+    for microbatches in ranks:
+        rows = {row for rows in microbatches for row in rows}
+        if stand_in is not None and not all(microbatches):
+            rows.add(stand_in)
+        found.append(sorted(rows))
+    return found
+
+
+def _shortest(lengths: Sequence[int]) -> int | None:
+    """Return the index of the shortest row, or None if there are no rows."""
+    return min(range(len(lengths)), key=lambda row: lengths[row], default=None)
 
 
 def renumbered(microbatches: Sequence[RowIndices], rows: RowIndices) -> list[RowIndices]:
@@ -197,7 +206,7 @@ def overhead_metrics(
         filler rows, which a rank processes if it has no rows of its own in a micro-batch. `idle_fraction` is the
         estimated fraction of time that the ranks spend waiting for the slowest rank of each micro-batch.
     """
-    stand_in = min(range(len(lengths)), key=lambda row: lengths[row], default=None)
+    stand_in = _shortest(lengths)
     starts = starts or no_shared_starts(len(lengths))
     needed = filler = busy = elapsed = 0
     for ranks in zip(*by_rank, strict=True):

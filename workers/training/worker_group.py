@@ -102,7 +102,7 @@ class WorkerGroup(Generic[W_co]):
         )
         if only is not None:
             parts = [[[chosen[row] for row in rows] for rows in rank] for rank in parts]
-        read = [rows_read(own, lengths) for own in parts]
+        read = rows_read(parts, lengths)
         shares = await self._shares(self.shared, batch, columns, read)
         own = self._split([renumbered(own, rows) for own, rows in zip(parts, read, strict=True)])
         number = self.shared.kept.next_number() if keep is not None and self.ranks[0].process.concurrent else None
@@ -201,7 +201,7 @@ class WorkerGroup(Generic[W_co]):
         lengths, work, starts = self.costs(batch)
         tokens = max_tokens * self.token_ranks
         by_rank = split_minibatches(batch, lengths, minibatches, self.size, tokens, work=work, starts=starts)
-        read = [rows_read([rows for one in own for rows in one.microbatches], lengths) for own in by_rank]
+        read = rows_read([[rows for one in own for rows in one.microbatches] for own in by_rank], lengths)
         shares = await self._shares(shared, batch, columns, read)
         own = [
             [replace(one, microbatches=renumbered(one.microbatches, rows)) for one in own]

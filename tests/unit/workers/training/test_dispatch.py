@@ -67,11 +67,10 @@ def test_of_a_plan_it_is_said_what_stands_in_and_how_long_ranks_wait():
 
 
 def test_a_rank_reads_the_rows_of_its_micro_batches_and_the_shortest_row_if_one_is_empty():
-    assert rows_read([[4, 1], [2]], [5, 3, 3, 1, 2]) == [1, 2, 4]
-    assert rows_read([[4, 1], []], [5, 3, 3, 1, 2]) == [1, 3, 4]
-    assert rows_read([[]], [2, 1, 1]) == [1]
-    assert rows_read([[]], []) == []
-    assert rows_read([], [2, 1]) == []
+    assert rows_read([[[4, 1], [2]], [[4, 1], []]], [5, 3, 3, 1, 2]) == [[1, 2, 4], [1, 3, 4]]
+    assert rows_read([[[]]], [2, 1, 1]) == [[1]]
+    assert rows_read([[[]]], []) == [[]]
+    assert rows_read([[]], [2, 1]) == [[]]
     assert renumbered([[4, 1], [], [3]], [1, 3, 4]) == [[2, 0], [], [1]]
 
 
