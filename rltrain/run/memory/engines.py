@@ -2,6 +2,7 @@
 
 from rltrain.run.memory.parts import (
     GENERATE,
+    GPU_CONTEXT,
     LOG_PROBS,
     MASTER,
     MIB,
@@ -63,7 +64,10 @@ def engine(
     base = Part("libraries", VLLM_BASE if config.rollout.engine == "vllm" else HF_BASE)
     if on_gpu and config.rollout.engine == "vllm":
         return ProcessMemory(
-            name="engine", count=count, host=_always([base]), device=_vllm_on_gpu(config, shape, gpu_memory or 0)
+            name="engine",
+            count=count,
+            host=_always([base]),
+            device=_vllm_on_gpu(config, shape, limits, gpu_memory or 0),
         )
     weights = Part("engine weights", shape.parameters * WIDTHS[config.model.dtype] / config.rollout.shards)
     cache = _vllm_cache(config) if config.rollout.engine == "vllm" else _hf_cache(config, shape)
@@ -114,22 +118,33 @@ def _received(config: Config, shape: ModelShape, limits: FixedSizes) -> list[Par
     """
     if not config.placement.on_cluster:
         return []
+    return [_received_buckets(config, shape, limits)]
+
+
+def _received_buckets(config: Config, shape: ModelShape, limits: FixedSizes) -> Part:
     bucket = max(limits.bucket_bytes, shape.largest * MASTER)
     if config.rollout.weight_transport == "object_store":
-        return [Part("sync buckets", bucket)]
+        return Part("sync buckets", bucket)
     # While an engine loads one bucket of weights, the engine already receives the next bucket, so two buckets are in
     # memory. With several training ranks, the memory must also hold the ranks' parts of the next bucket, which the
     # engine joins into the whole bucket. The parts are together as large as one bucket, so three buckets are counted.
-    return [Part("sync buckets", bucket * (2 if config.placement.actor_ranks == 1 else 3))]
+    return Part("sync buckets", bucket * (2 if config.placement.actor_ranks == 1 else 3))
 
 
-def _vllm_on_gpu(config: Config, shape: ModelShape, gpu_memory: int) -> dict[str, list[Part]]:
-    """Return the GPU memory of a vLLM engine, which takes a fixed share of the GPU except while the engine sleeps."""
+def _vllm_on_gpu(config: Config, shape: ModelShape, limits: FixedSizes, gpu_memory: int) -> dict[str, list[Part]]:
+    """Return the GPU memory of a vLLM engine, which takes a fixed share of the GPU except while the engine sleeps.
+
+    With the transport `nccl`, the rollout worker receives buckets in GPU memory, from the first weight sync on.
+    """
     assert config.rollout.vllm is not None, "a config that selects the vLLM engine must set `rollout.vllm`"
     share = config.rollout.vllm.gpu_memory_utilization
     weights = shape.parameters * WIDTHS[config.model.dtype] / config.rollout.shards
     remedy = f"lower rollout.vllm.gpu_memory_utilization={share:g}"
     awake = [Part("engine weights", weights), Part("KV cache", max(0.0, share * gpu_memory - weights), remedy)]
+    if config.rollout.weight_transport == "nccl":
+        receiving = [*awake, Part("CUDA and NCCL of the weight sync", GPU_CONTEXT)]
+        syncing = [*receiving, _received_buckets(config, shape, limits)]
+        return _always(receiving) | {START: awake, SYNC: syncing}
     if not config.takes_turns:
         return _always(awake)
     asleep = [Part("CUDA", ASLEEP)]

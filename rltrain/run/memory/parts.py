@@ -10,6 +10,8 @@ WIDTHS = {"float32": 4, "bfloat16": 2}  # Size in bytes of one number of each dt
 # Bytes per parameter: of the master weight, of the gradient, and of AdamW's two moments together. Master weights,
 # gradients and AdamW's moments are float32, whatever the model's dtype.
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
+# GPU memory in bytes that CUDA and NCCL use in each process.
+GPU_CONTEXT = 700 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from rltrain.batch.row_costs import KEYS
 from rltrain.run.memory.parts import (
+    GPU_CONTEXT,
     GRADIENT,
     LOG_PROBS,
     MASTER,
@@ -27,8 +28,6 @@ from rltrain.settings.schema import REWARD_MODEL, Config
 
 # Bytes of host memory that Python, torch and other libraries take in a training rank, before a model is loaded.
 RANK_BASE = 370 * MIB
-# GPU memory in bytes that CUDA and NCCL use in each process.
-GPU_CONTEXT = 700 * MIB
 # Number of chunks of logits that exist at the same time, all in float32.
 CHUNKS = 3
 # On a CPU, `keep_freed_memory` makes glibc keep freed blocks of memory. Each step frees gradients and activations, and
@@ -493,9 +492,16 @@ class RankMemory:
         if actor is None:
             return []
         largest = actor.shape.largest * self.compute
+        # With tensor parallelism, a matrix of which each rank has some columns is gathered before it is sent.
+        shards = self.shards if self.tensor == 1 else 1
+        if self.config.rollout.weight_transport in ("nccl", "device_handles"):
+            # A rank writes a bucket while engines read the bucket before. Buckets that engines map are whole. On a CPU,
+            # the rank copies such a bucket to a shared file.
+            size = max(self.limits.bucket_bytes, largest) * (1 if self.on_gpu else 2)
+            shards = shards if self.config.rollout.weight_transport == "nccl" else 1
+            return [Part("sync buckets", self.limits.buckets * size / shards)]
         if self.on_gpu:
-            # With tensor parallelism, a matrix of which each rank has some columns is gathered before it is sent.
-            return [Part("sync buckets", largest / (self.shards if self.tensor == 1 else 1))]
+            return [Part("sync buckets", largest / shards)]
         file = self.limits.buckets * max(self.limits.bucket_bytes, largest)
         return [Part("sync buckets", min(file, actor.shape.parameters * self.compute))]
 

@@ -334,6 +334,23 @@ def test_an_engine_of_vllm_on_a_gpu_sleeps_while_the_ranks_compute():
     assert total(awake.device["update"]) == 40 * GIB
 
 
+def test_with_nccl_the_process_of_an_engine_receives_buckets_on_the_gpu_from_the_first_sync_on():
+    own = [*PLANNED[1:], "placement=disaggregated", "rollout.weight_transport=nccl"]
+    config = config_of(*own, "placement.actor_ranks=4")
+    made = engine(config, LARGE, LIMITS, gpu_memory=80 * GIB, on_gpu=True)
+    extra = {phase: total(made.device[phase]) - 40 * GIB for phase in PHASES}
+    bucket = LARGE.largest * 4
+    assert extra == dict.fromkeys(PHASES, GPU_CONTEXT) | {"start": 0, "sync": GPU_CONTEXT + 3 * bucket}
+    ranks = [rank(*own, f"placement.actor_ranks={count}", on_gpu=True, shape=LARGE) for count in (1, 4)]
+    assert [total(one.sending()) for one in ranks] == [2 * LARGE.largest * 2, 2 * LARGE.largest * 2 / 4]
+
+
+def test_a_bucket_that_an_engine_maps_is_whole_and_on_a_cpu_also_in_a_file():
+    own = [*PLANNED, "placement.actor_ranks=4", "rollout.weight_transport=device_handles"]
+    found = [total(rank(*own, on_gpu=on_gpu, shape=LARGE).sending()) for on_gpu in (True, False)]
+    assert found == [2 * LARGE.largest * 2, 2 * 2 * LARGE.largest * 2]
+
+
 def test_a_gpu_has_room_for_its_rank_and_its_engine_in_each_phase():
     config, plan = plan_of(*PLANNED, "placement.actor_ranks=16", "placement.rollout_replicas=16", shape=LARGE,
                            nodes=planned_nodes(config_of(*PLANNED).placement))  # fmt: skip
