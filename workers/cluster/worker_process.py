@@ -19,6 +19,7 @@ from rltrain.base import trace
 from rltrain.base.home_folder import ensure_home
 from rltrain.base.secret_values import hide_in_logs
 from workers.cluster import node_settings, progress
+from workers.cluster.gpu_cores import stay_near_gpus
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,6 +79,10 @@ class Host:
     ) -> None:
         self.offline = os.environ.get(OFFLINE)
         os.environ.update(environment | ({} if sharing is None else node_settings.settings_here(sharing)))
+        if sharing is not None:
+            # The number of threads is the node's number of cores, divided by its processes. It must be known before
+            # this process may use only some of the cores.
+            stay_near_gpus()
         trace.start_from(environment)
         ensure_home()
         keep_freed_memory()
