@@ -241,13 +241,14 @@ def run(config: Config, args: Args, heartbeat: Heartbeat, lock: RunLock) -> int:
     from rltrain.trajectories.token_rewards import with_all_knobs
 
     console = heartbeat.console
+    # A cluster with a fault is reported before the libraries that load the data are imported, which takes seconds.
+    nodes = nodes_for(config, args, heartbeat)
     tokenizer, stop_ids, prompts, evaluations, environments = load(config, heartbeat)
     config = with_epochs_as_steps(config, len(prompts))
     with heartbeat.during("looking for a checkpoint"):
         start = start_of(config, console, prompts, evaluations)
     if start.over:
         return 0
-    nodes = nodes_for(config, args, heartbeat)
     if args.action == "check":
         return 0
     began = time.perf_counter()

@@ -40,7 +40,7 @@ class SharedStarts:
         before = 0
         for place, row in sorted((self.place[row], row) for row in rows):
             shared = 0, 0
-            if found and self._family[before] == self._family[place]:
+            if found and self._starts_before[before] == self._starts_before[place]:
                 between = slice(before + 1, place + 1)
                 shared = min(self.tokens[between]), min(self.work[between])
             found.append((row, *shared))
@@ -48,8 +48,11 @@ class SharedStarts:
         return found
 
     @functools.cached_property
-    def _family(self) -> list[int]:
-        """Return for each place the number of a family. Two rows share tokens only if they are in the same family."""
+    def _starts_before(self) -> list[int]:
+        """Return for each place the number of places up to it whose row shares no tokens with the row before.
+
+        Rows at two places can share tokens only if these numbers are equal.
+        """
         return list(itertools.accumulate(int(tokens == 0) for tokens in self.tokens))
 
     def total(self, rows: Sequence[int], lengths: Sequence[int], work: Sequence[int]) -> "Total":

@@ -507,7 +507,7 @@ def _transport(config: Config) -> str:
         "object_store": "through Ray's object store",
         "process_group": "through a process group",
         "nccl": "from GPU to GPU (NCCL)",
-        "device_handles": "through memory that a rank and an engine share",
+        "device_handles": "through memory of ranks that the engines map (device handles)",
     }
     return f"; weights are sent {names[config.rollout.weight_transport]}"
 

@@ -1091,8 +1091,13 @@ class Config:
         )
         require(
             transport != "device_handles" or self.model.lora is None,
-            "rollout.weight_transport=device_handles with model.lora: adapters travel with checks of the base weights, "
-            "which this transport does not gather; use rollout.weight_transport=auto, or model.lora=null",
+            "rollout.weight_transport=device_handles with model.lora: each engine would get the checks of only one "
+            "rank's rows of the base weights; use rollout.weight_transport=auto, or model.lora=null",
+        )
+        require(
+            transport != "nccl" or not self.model.cpu_offload,
+            "rollout.weight_transport=nccl with model.cpu_offload=true: NCCL sends only weights in GPU memory; use "
+            "rollout.weight_transport=auto, or model.cpu_offload=false",
         )
 
     def _require_recorded_experts(self) -> None:

@@ -1,4 +1,4 @@
-"""Compares the transports of a weight sync: a shared file, process groups, and Ray's object store.
+"""Compares the transports of a weight sync: a shared file, a process group, device handles, and Ray's object store.
 
 The first part times weight syncs of 120M parameters from two FSDP2 ranks to two engines: on one host with each
 transport, and on two hosts with the transports that work between hosts. The two hosts are simulated on one machine by

@@ -100,7 +100,8 @@ def test_a_job_that_is_submitted_again_after_the_death_of_its_head_and_driver_co
     outcome = suffer(cluster, HEAD, tmp_path)
     complete(outcome)
     assert outcome.first_status == -9
-    assert outcome.repeated == 1  # the step in which the head died
+    # The step in which the head died is repeated, and the step before it if its checkpoint was not yet complete.
+    assert outcome.repeated in (1, 2)
     assert weights(tmp_path / "out" / "model") == undisturbed
 
 

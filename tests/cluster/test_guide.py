@@ -62,7 +62,9 @@ def test_the_commands_of_the_guide_lead_from_two_machines_to_a_resumed_run(machi
     small = [*SMALL, *FEW, "placement=colocated", f"trainer.output_dir={output}", "trainer.save_every=1"]
     run(head, next(guide), *SIZES)
     run(other, next(guide), *SIZES)
-    assert run(head, next(guide)).count(" node_") == 2
+    status, until = next(guide), time.monotonic() + 30
+    while (found := run(head, status)).count(" node_") != 2:  # Ray lists a new node only after a while.
+        assert time.monotonic() < until, found
     checked = run(head, next(guide), *small)
     assert all(f"{host.name} ({host.address})" in checked for host in machines)
     assert "memory of 4 nodes" in run(head, next(guide))

@@ -24,7 +24,7 @@ from workers.placement import ENGINE, spawner
 from workers.rollout.messages import Completion, Request
 from workers.rollout.worker import RolloutWorker
 from workers.sync.buckets import join
-from workers.sync.memory import shared
+from workers.sync.memory import readable_elsewhere
 from workers.sync.sender import Sender
 
 pytestmark = [
@@ -86,8 +86,8 @@ async def load(
             for piece in bucket.pieces:
                 if piece.name.endswith("layers.1.mlp.down_proj.weight"):
                     object.__setattr__(piece, "probe", piece.probe + abs(piece.probe).max())
-        with shared(bucket) if on_gpu else contextlib.nullcontext(bucket) as described:
-            await engine.call(RolloutWorker.load_bucket, name, None, described)
+        with readable_elsewhere(bucket) if on_gpu else contextlib.nullcontext(bucket) as given:
+            await engine.call(RolloutWorker.load_bucket, name, None, given)
     await engine.call(RolloutWorker.finish_load, name, None)
 
 

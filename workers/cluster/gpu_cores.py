@@ -1,4 +1,4 @@
-"""Binding of a process to the CPU cores near its GPUs, so that copies to a GPU stay in one part of the machine."""
+"""Binding of a process to the CPU cores in the NUMA node of its GPUs, so that copies to a GPU stay in this node."""
 
 import contextlib
 import os
@@ -11,16 +11,16 @@ DEVICES = "CUDA_VISIBLE_DEVICES"  # Ray sets this variable to the indices of the
 def stay_near_gpus(root: Path = Path("/")) -> None:
     """Bind this process to the CPU cores near the GPUs that `CUDA_VISIBLE_DEVICES` lists.
 
-    Nothing happens without GPUs, if the system does not say which cores are near, or if this process may use none of
-    them.
+    The process stays unbound if it has no GPUs, if the system does not say which cores are near, or if the process may
+    use none of the near cores.
 
     Args:
         root: Root of the file systems proc and sys.
     """
     listed = os.environ.get(DEVICES, "").split(",")
     if not all(one.isdecimal() for one in listed):
-        return  # A GPU can also be listed by its identifier, which the file system proc does not have in its paths.
-    # Near cores are only faster, so that an unreadable file is no reason to stop.
+        return  # There are no GPUs, or they are listed by identifiers, which the paths of the driver do not contain.
+    # The binding only saves time, so errors are ignored.
     with contextlib.suppress(OSError, ValueError):
         near = cores_near(map(int, listed), root) & os.sched_getaffinity(0)
         if near:

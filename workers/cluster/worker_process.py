@@ -80,8 +80,8 @@ class Host:
         self.offline = os.environ.get(OFFLINE)
         os.environ.update(environment | ({} if sharing is None else node_settings.settings_here(sharing)))
         if sharing is not None:
-            # The number of threads is the node's number of cores, divided by its processes. It must be known before
-            # this process may use only some of the cores.
+            # `settings_here` divides the cores of the node among its processes, so it must run before this process is
+            # bound to some of the cores.
             stay_near_gpus()
         trace.start_from(environment)
         ensure_home()

@@ -21,6 +21,7 @@ from workers.models.device_meshes import Meshes, device_meshes
 from workers.models.expert_parallel import divide_experts
 from workers.models.sequence_parallel import sequence_group
 from workers.models.tensor_parallel import divide_layers
+from workers.models.weight_shards import local_shard
 
 
 def device() -> torch.device:
@@ -190,32 +191,32 @@ class Optimizer:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        # Memory of the CPU for moments, which is kept so that it is allocated and pinned only once.
-        self.host: dict[tuple[Tensor, str], Tensor] = {}
-        self.parked = False
+        # CPU memory for moments, which is kept so that it is allocated and pinned only once.
+        self.cpu_moments: dict[tuple[Tensor, str], Tensor] = {}
+        self.offloaded = False
 
-    def park(self) -> None:
+    def offload(self) -> None:
         """Move AdamW's moments to CPU memory until the next optimizer step, if `config.offload_optimizer` is true."""
-        if not self.config.offload_optimizer or self.parked:
+        if not self.config.offload_optimizer or self.offloaded:
             return
         for parameter, state in self.adamw.state.items():
             for kind in MOMENTS:
-                local = _local(state[kind])
-                if (parameter, kind) not in self.host:
+                local = local_shard(state[kind])
+                if (parameter, kind) not in self.cpu_moments:
                     pinned = local.device.type == "cuda"
-                    self.host[parameter, kind] = torch.empty_like(local, device="cpu", pin_memory=pinned)
-                state[kind] = _with_local(state[kind], self.host[parameter, kind].copy_(local))
-        self.parked = True
+                    self.cpu_moments[parameter, kind] = torch.empty_like(local, device="cpu", pin_memory=pinned)
+                state[kind] = _with_local(state[kind], self.cpu_moments[parameter, kind].copy_(local))
+        self.offloaded = True
 
-    def _fetch(self) -> None:
+    def _reload(self) -> None:
         """Copy the moments back to the device of the parameters, if they are in CPU memory."""
-        if not self.parked:
+        if not self.offloaded:
             return
         for parameter, state in self.adamw.state.items():
             for kind in MOMENTS:
-                host = _local(state[kind])
+                host = local_shard(state[kind])
                 state[kind] = _with_local(state[kind], torch.empty_like(host, device=parameter.device).copy_(host))
-        self.parked = False
+        self.offloaded = False
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a dictionary with AdamW's state of a parameter: the step count and the two moments.
@@ -264,10 +265,10 @@ class Optimizer:
                 NumericsError, the model still has the weights of the last optimizer step that was not skipped.
         """
         norm = self._clip()
-        lr, skip = self.lr(), not (_on_all_ranks(finite) and math.isfinite(norm))
+        lr, skip = self.lr(), not (on_all_ranks(finite) and math.isfinite(norm))
         self.skipped = self.skipped + 1 if skip else 0
         if trained and not skip:
-            self._fetch()
+            self._reload()
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             self.adamw.step()
@@ -294,10 +295,6 @@ class Optimizer:
         return float(norm)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _with_local(tensor: Tensor, local: Tensor) -> Tensor:
     """Return a tensor that is sharded like `tensor`, and whose shard on this rank is `local`."""
     # `DTensor.from_local` would move `local` to the device of the mesh.
@@ -312,9 +309,9 @@ def _by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-def _on_all_ranks(good: bool) -> bool:
-    """Return whether `good` is True on every rank. All training ranks must call `_on_all_ranks` together."""
-    if dist.get_world_size() == 1:
+def on_all_ranks(good: bool) -> bool:
+    """Return whether `good` is True on every rank. All training ranks must call `on_all_ranks` together."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return good
     flag = torch.tensor(good, dtype=torch.int32)
     dist.all_reduce(flag, dist.ReduceOp.MIN)

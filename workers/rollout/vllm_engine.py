@@ -44,7 +44,7 @@ from workers.rollout.messages import Completion, Request
 from workers.rollout.stop_strings import StopStrings, stop_strings
 from workers.rollout.vllm_worker import BACKEND
 from workers.sync.buckets import Bucket
-from workers.sync.memory import shared
+from workers.sync.memory import readable_elsewhere
 
 T = TypeVar("T")
 # Each request has its own sampling parameters, which are never modified, so vLLM does not need to copy them. The option
@@ -601,8 +601,8 @@ class AsyncVLLM:
 
         Raises SyncError if the received bytes differ from the bytes that the sender wrote.
         """
-        with shared(bucket) as described:
-            pickled = pickle.dumps(described)  # `described` names the memory of the weights, and contains no weights.
+        with readable_elsewhere(bucket) as lent:
+            pickled = pickle.dumps(lent)  # The bucket `lent` names the memory of the weights, and contains no weights.
             self._run(self._call_workers("update_weights", update_info={"pickled": pickled}))
 
     def finish_load(self, version: int) -> None:
@@ -620,9 +620,9 @@ class AsyncVLLM:
 
         Raises SyncError if the method raised SyncError in a process, and RuntimeError for any other exception.
         """
-        for answer in await self.engine.collective_rpc("rltrain_call", args=(method, arguments)):
-            if answer is not None:
-                kind, text = answer
+        for raised in await self.engine.collective_rpc("rltrain_call", args=(method, arguments)):
+            if raised is not None:
+                kind, text = raised
                 raise SyncError(text) if kind == SyncError.__name__ else RuntimeError(f"{kind}: {text}")
 
     async def _start_load(self) -> None:

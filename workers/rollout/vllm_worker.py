@@ -61,8 +61,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """Message that contains one bucket of weights, or the description of a bucket whose bytes are in a shared file.
 
     If vLLM runs in the rollout worker's process, an `UpdateInfo` message contains the bucket itself. If vLLM runs in
-    other processes, an `UpdateInfo` message contains the pickled bucket, and the bytes of the weights are in a shared
-    file or in shared GPU memory.
+    other processes, an `UpdateInfo` message contains the pickled bucket, whose bytes are in a shared file or in shared
+    GPU memory.
     """
 
     bucket: Bucket | None = None
@@ -121,7 +121,8 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Verify the bytes of a bucket of weights, and load the tensors of the bucket.
 
-        vLLM's loaders copy only those parts of a tensor to this rank's device that the rank needs.
+        If the bucket is in the host's memory, vLLM's loaders copy only those parts of a tensor to this rank's GPU that
+        the rank needs.
         """
         bucket = update_info.read()
         data = self._bytes(bucket)
@@ -140,8 +141,8 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _bytes(self, bucket: Bucket) -> Tensor:
         """Return the bytes (n,) of a bucket.
 
-        Only the first tensor-parallel rank uses the GPU on which a bucket arrives. Therefore the first rank sends such
-        a bucket to the other ranks.
+        Only the first tensor-parallel rank uses the GPU whose memory holds a bucket, so it sends the bucket's bytes to
+        the other ranks.
         """
         if bucket.handle is None or get_tensor_model_parallel_world_size() == 1:
             return self.reader.data(bucket)
@@ -264,8 +265,8 @@ class WorkerExtension:
     def rltrain_call(self, method: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
         """Call a method of this worker, and return the type and the text of the exception that the method raised.
 
-        An exception must not leave a call of several workers. vLLM reads the workers' answers only up to the first
-        exception, and takes the answers that it has not read for the answers to the next call.
+        vLLM reads the workers' results only up to the first exception, and takes the unread results for those of the
+        next call. Therefore this method returns exceptions instead of raising them.
 
         Returns:
             None if the method raised no exception.

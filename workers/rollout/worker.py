@@ -16,7 +16,7 @@ from workers.rollout.turn_server import turn_server
 from workers.rollout.turns import TurnFormat, TurnRequest, TurnResult
 from workers.sync.buckets import Bucket
 from workers.sync.device_memory import own_gpu
-from workers.sync.process_group import Chain, receive_buckets
+from workers.sync.process_group import GroupPlan, receive_buckets
 from workers.sync.receiver import Loads, Receiver
 
 ENGINES = {
@@ -228,19 +228,19 @@ class RolloutWorker:
         """Return the identifier of the engine's first GPU (see `device_memory.own_gpu`), or None without a GPU."""
         return own_gpu()
 
-    def receive_all(self, sync: str, chain: Chain, place: int) -> None:
+    def receive_all(self, sync: str, plan: GroupPlan, engine: int) -> None:
         """Receive each bucket of weights through a process group, and load it.
 
         Args:
             sync: Name of the weight sync.
-            chain: Description of the process group through which the weights are sent.
-            place: Index of this engine among the engines of the process group, from 0.
+            plan: Description of the process group through which the weights are sent.
+            engine: Index of this engine among the engines of the process group, from 0.
         """
 
         def load(bucket: Bucket) -> None:
             self._run("load weights", lambda: self.receiver.bucket(self.engine, sync, (bucket,)))
 
-        receive_buckets(chain, place, load)
+        receive_buckets(plan, engine, load)
 
     def finish_load(self, sync: str, before: None) -> None:
         """End a weight sync and resume generation, or raise SyncError if the engine does not use the loaded weights."""

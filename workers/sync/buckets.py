@@ -93,7 +93,10 @@ class Bucket:
     scale: float | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes with `data` as a NumPy array, whose bytes Ray can pass on without copying them."""
+        """Return the attributes with `data` as a NumPy array, whose bytes Ray can pass on without copying them.
+
+        The bytes must be in the host's memory.
+        """
         return vars(self) | {"data": None if self.data is None else self.data.numpy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -186,15 +189,15 @@ def _together(size: int, parts: Sequence[Bucket]) -> Tensor:
 
     If only one rank sends a part of the bucket, the bytes of the part are returned without a copy.
     """
-    assert parts[0].data is not None, "a bucket whose bytes are not in a file must have `data`"
+    data = [part.data for part in parts if part.data is not None]
+    assert len(data) == len(parts), "a bucket with neither a file nor a handle must have `data`"
     if len(parts) == 1:
-        return parts[0].data
-    whole = torch.zeros(size, dtype=torch.uint8, device=parts[0].data.device)
-    for part in parts:
+        return data[0]
+    whole = torch.zeros(size, dtype=torch.uint8, device=data[0].device)
+    for part, own in zip(parts, data, strict=True):
         start = 0
         for piece in part.pieces:
-            assert part.data is not None, "a bucket whose bytes are not in a file must have `data`"
-            whole[piece.start : piece.start + piece.size].copy_(part.data[start : start + piece.size])
+            whole[piece.start : piece.start + piece.size].copy_(own[start : start + piece.size])
             start += aligned(piece.size)
     return whole
 

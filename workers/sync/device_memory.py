@@ -1,7 +1,8 @@
 """GPU memory that two processes of one machine share, and the identity of a process's GPU.
 
-PyTorch has no public function that returns a handle without pickling it. A pickled handle is not used, because the
-handle travels through a network connection, and unpickling data from a network connection can run arbitrary code.
+A handle describes GPU memory so that another process can map it. PyTorch's public functions return handles only in
+pickled form. Handles travel through network connections, and unpickling such data can run arbitrary code. Therefore
+this module calls functions of PyTorch that are not public.
 """
 
 import base64

@@ -108,7 +108,7 @@ class Reader:
             return bucket.data
         if bucket.handle is not None:
             return mapped(bucket.handle)
-        assert bucket.path is not None, "a bucket without data in memory must have the path of a shared file"
+        assert bucket.path is not None, "a bucket with neither data nor a handle must have the path of a shared file"
         if self.file is None or self.file.path != bucket.path:
             try:
                 self.file = SharedFile(bucket.path)
@@ -125,11 +125,12 @@ class Reader:
 
 
 @contextlib.contextmanager
-def shared(bucket: Bucket) -> Iterator[Bucket]:
-    """Make the bytes of a bucket readable for other processes of this machine inside the `with` block.
+def readable_elsewhere(bucket: Bucket) -> Iterator[Bucket]:
+    """Yield a bucket without `data` that names the memory of its bytes.
 
-    Bytes in the memory of a GPU stay there, and other processes map this memory. Bytes in the host's memory are copied
-    to a shared file. If `bucket.data` is None, `bucket` is yielded unchanged.
+    Other processes of this machine can read this memory until the `with` block ends. Bytes in the memory of a GPU stay
+    there, and other processes map this memory. Bytes in the host's memory are copied to a shared file. If `bucket.data`
+    is None, `bucket` itself is yielded.
 
     Raises:
         SyncError: there is no room for the shared file.

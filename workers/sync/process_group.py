@@ -1,16 +1,16 @@
 """Transfers weights through a process group of the actor's ranks and the engines.
 
-With the transports "gloo" and "nccl", the engines form a chain. Each actor rank sends its part of each bucket of
-weights to the first engine of the chain. The first engine joins the parts of a bucket into the whole bucket. Each
+With the transports "process_group" and "nccl", the engines form a chain. Each actor rank sends its part of each bucket
+of weights to the first engine of the chain. The first engine joins the parts of a bucket into the whole bucket. Each
 engine sends the whole bucket to the next engine of the chain, and then loads the bucket. Different processes work on
 different buckets at the same time. If the engines of each host follow one another in the chain, the weights are sent
-over the network to each host only once. With "gloo", the weights go through the memory of the hosts; with "nccl", they
-go from GPU to GPU.
+over the network to each host only once. With "process_group", the weights go through the memory of the hosts; with
+"nccl", they go from GPU to GPU.
 
-With the transport "device_handles", each engine has a partner: a rank on the same GPU. The ranks gather each bucket, so
-that each rank has the whole bucket. A rank sends only a description of the bucket's memory to its engines. Each engine
-maps the memory, loads the bucket, and sends an acknowledgement, after which the rank frees the memory. On a CPU, ranks
-and engines do the same with shared files.
+With the transport "device_handles", each engine has a partner: a rank on its GPU or, without GPUs, on its host. The
+ranks gather each bucket, so that each rank has the whole bucket. A rank sends its engines only a description of where
+the bucket's bytes are: in GPU memory or, without GPUs, in a shared file. Each engine loads the bucket from there, and
+sends an acknowledgement. Then the rank frees the memory.
 
 The driver starts only one call per process for all buckets together, so the driver's work does not grow with the size
 of the model. Ranks and engines wait for each other's buckets directly, without messages from the driver. The members of
@@ -38,8 +38,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from rltrain.base.errors import RLTrainError, SyncError, SyncStopped, described
 from workers.cluster.node_settings import listener_at, own_address
 from workers.cluster.progress import tick, waiting
-from workers.sync.buckets import Bucket, Piece, Place, join
-from workers.sync.memory import shared
+from workers.sync.buckets import Bucket, Piece, Place, as_tensor, join
+from workers.sync.memory import readable_elsewhere
 
 CONNECT_S = 60.0  # Time limit in seconds for connecting to the store.
 # Time limit of one transfer in seconds. If a process is lost, the driver notices the loss long before `TRANSFER_S`
@@ -48,28 +48,29 @@ TRANSFER_S = 3600.0
 GIVE_UP_S = 10.0  # Time limit in seconds for marking a weight sync as failed.
 LOOK_S = 1.0  # Seconds between two checks whether the weight sync was marked as failed.
 POLL_S = 0.0005  # Seconds between two checks whether a transfer between GPUs has ended.
-GPU = "cuda:0"  # A process uses the first GPU that it may use.
-TAG, ACKNOWLEDGED = 0, 1  # Tags of the bytes of buckets and of acknowledgements.
+GPU = "cuda:0"  # Device on which "nccl" receives buckets: the first GPU that this process may use.
+BUCKET_TAG, ACKNOWLEDGED_TAG = 0, 1  # Tags of the bytes of buckets and of acknowledgements.
 GIVEN_UP = "given up"  # Key in the store that marks a failed sync.
-GroupTransport = Literal["gloo", "nccl", "device_handles"]
+GroupTransport = Literal["process_group", "nccl", "device_handles"]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Chain:
-    """Description of a weight sync through a process group. All members of the process group get the same `Chain`.
+class GroupPlan:
+    """Description of a weight sync through a process group. All members of the process group get the same `GroupPlan`.
 
-    The members of the process group are numbered from 0. The first members are the actor's ranks that send weights. The
-    members after the actor's ranks are the engines, in the order in which the buckets pass through them.
+    The members of the process group are numbered from 0. The first members are the actor's ranks that write buckets.
+    The engines follow the ranks. In a chain, the engines are numbered in the order in which the buckets pass through
+    them.
 
     Attributes:
         name: name of the weight sync.
         host, port: address of the store (TCPStore) through which the members find each other. The store runs in the
             process of the actor's rank 0.
-        ranks: number of ranks that send weights.
+        ranks: number of ranks that write buckets.
         engines: number of engines.
         takes_part: uint8 array with one row for each bucket. Each row has one bit for each rank, packed into bytes by
-            `numpy.packbits`. Bit r of row b says whether rank r sends a part of bucket b.
+            `numpy.packbits`. Bit r of row b says whether rank r writes a part of bucket b.
         buckets: number of buckets.
         transport: how the bytes of the buckets travel.
         partners: with "device_handles", the index of each engine's partner among the ranks; otherwise empty.
@@ -82,26 +83,34 @@ class Chain:
     engines: int
     takes_part: np.ndarray
     buckets: int
-    transport: GroupTransport = "gloo"
+    transport: GroupTransport = "process_group"
     partners: tuple[int, ...] = ()
 
-    def senders(self, number: int) -> list[int]:
+    def writers(self, number: int) -> list[int]:
         """Return the indices of the ranks that write a part of the bucket with the index `number`."""
         bits = np.unpackbits(self.takes_part[number], count=self.ranks)
         return [int(rank) for rank in np.flatnonzero(bits)]
 
-    def sources(self, number: int, place: int) -> list[int]:
-        """Return the members that send the bucket with the index `number`, or parts of it, to an engine."""
-        if self.partners:
-            return [self.partners[place]]
-        return self.senders(number) if place == 0 else [self.ranks + place - 1]
+    def sources(self, number: int, engine: int) -> list[int]:
+        """Return the members that send the bucket with the index `number`, or parts of it, to an engine.
+
+        `engine` is the index of the engine among the engines, from 0.
+        """
+        if self.lends:
+            return [self.partners[engine]]
+        return self.writers(number) if engine == 0 else [self.ranks + engine - 1]
 
     def targets(self, member: int) -> list[int]:
         """Return the members to which a rank or an engine sends buckets."""
-        if self.partners:
-            return [self.ranks + place for place, rank in enumerate(self.partners) if rank == member]
+        if self.lends:
+            return [self.ranks + engine for engine, rank in enumerate(self.partners) if rank == member]
         following = max(member + 1, self.ranks)  # Each rank sends to the first engine.
         return [following] if following < self.size else []
+
+    @property
+    def lends(self) -> bool:
+        """Return whether engines read buckets in the memory of ranks, so that ranks must wait for the engines."""
+        return self.transport == "device_handles"
 
     @property
     def size(self) -> int:
@@ -118,19 +127,19 @@ def serve_store(host: str) -> TCPStore:
     )
 
 
-def give_up(chain: Chain, reason: str) -> None:
+def give_up(plan: GroupPlan, reason: str) -> None:
     """Mark a weight sync as failed in the store, so that the members of the sync stop waiting for each other.
 
     If the store cannot be reached, the process that runs it (the actor's rank 0) is lost. `give_up` then does nothing,
     because all members of the sync stop by themselves when their connections to the store are closed.
     """
     with contextlib.suppress(RuntimeError):
-        _mark(_connect(chain, GIVE_UP_S), reason)
+        _mark(_connect(plan, GIVE_UP_S), reason)
 
 
-def _connect(chain: Chain, limit_s: float) -> PrefixStore:
-    store = TCPStore(chain.host, chain.port, None, False, timedelta(seconds=limit_s), wait_for_workers=False)
-    return PrefixStore(chain.name, store)
+def _connect(plan: GroupPlan, limit_s: float) -> PrefixStore:
+    store = TCPStore(plan.host, plan.port, None, False, timedelta(seconds=limit_s), wait_for_workers=False)
+    return PrefixStore(plan.name, store)
 
 
 def _mark(store: PrefixStore, reason: str) -> None:
@@ -142,25 +151,25 @@ class Member:
     """Connection of this process to the other members of the process group of one weight sync.
 
     Args:
-        chain: description of the weight sync.
+        plan: description of the weight sync.
         number: index of this process among the members of the process group.
 
     Raises:
         SyncError: the store cannot be reached.
     """
 
-    def __init__(self, chain: Chain, number: int) -> None:
-        self.chain, self.number = chain, number
+    def __init__(self, plan: GroupPlan, number: int) -> None:
+        self.plan, self.number = plan, number
         try:
-            # The process group has its own connection to the store, because a connection on which a thread waits for
+            # Each process group has its own connection to the store, because a connection on which a thread waits for
             # a key cannot be used for other requests.
-            self.store = _connect(chain, CONNECT_S)
-            meeting = PrefixStore("members", _connect(chain, CONNECT_S))
+            self.store, *others = (_connect(plan, CONNECT_S) for _ in range(3 if plan.transport == "nccl" else 2))
         except RuntimeError as error:
             raise SyncError(
-                f"{socket.gethostname()} cannot connect to {chain.host}:{chain.port}, where rank 0 of the actor "
+                f"{socket.gethostname()} cannot connect to {plan.host}:{plan.port}, where rank 0 of the actor "
                 f"listens: open the ports between the machines, or set rollout.weight_transport=object_store"
             ) from error
+        meeting, *more = (PrefixStore(f"members {n}", one) for n, one in enumerate(others))
         # The variable has the type `Any`, because PyTorch's annotations lack most methods of `ProcessGroupGloo`.
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
@@ -168,57 +177,66 @@ class Member:
         # With `lazy_init`, a member connects only to the members to which it sends or from which it receives data.
         # Without `lazy_init`, each member would connect to all other members.
         options._devices = [gloo.create_device(hostname=own_address(), lazy_init=True)]
-        self.group = gloo(meeting, number, chain.size, options)
-        self.gpus: Any = None  # The process group that sends buckets from GPU to GPU.
-        if chain.transport == "nccl":
-            self.gpus = nccl_group(PrefixStore("GPUs", _connect(chain, CONNECT_S)), number, chain.size)
+        self.group = gloo(meeting, number, plan.size, options)
+        # The process group through which the bytes of buckets travel from GPU to GPU.
+        self.gpu_group = nccl_group(more[0], number, plan.size) if more else None
 
     def send(self, bucket: Bucket, to: int) -> None:
         """Send a bucket to the member `to`, and return when the bytes have left this process.
 
         If `bucket.data` is None, only the description of the bucket is sent.
         """
-        header, probes = (_tensor(part) for part in encoded(bucket))
+        header, probes = map(as_tensor, encoded(bucket))
         data = torch.zeros(0, dtype=torch.uint8) if bucket.data is None else bucket.data
         self._send(torch.tensor([part.numel() for part in (header, data, probes)]), to)
-        for part in (header, data, probes):
-            self._send(part, to, between_gpus=part is data and self.gpus is not None)
+        self._send(header, to)
+        if self.gpu_group is None:
+            self._send(data, to)
+        elif data.numel():
+            _wait_for_gpu(self.gpu_group.send([data], to, BUCKET_TAG))
+        self._send(probes, to)
 
     def lend(self, bucket: Bucket, to: Sequence[int]) -> None:
-        """Let other members map the memory of a bucket, and return when all of them have read it."""
+        """Let other members read the memory of a bucket, and return when all of them have loaded the bucket."""
         if not to:
             return
-        with shared(bucket) as described:
+        with readable_elsewhere(bucket) as lent:
             for member in to:
-                self.send(described, member)
+                self.send(lent, member)
             for member in to:
-                self._receive(torch.zeros(1, dtype=torch.uint8), member, tag=ACKNOWLEDGED)
+                self._receive(torch.zeros(1, dtype=torch.uint8), member, ACKNOWLEDGED_TAG)
 
     def acknowledge(self, lender: int) -> None:
-        """Tell another member that this member has read the bucket that the other member lent."""
-        self._send(torch.ones(1, dtype=torch.uint8), lender, tag=ACKNOWLEDGED)
+        """Tell another member that this member has loaded the bucket that the other member lent."""
+        self._send(torch.ones(1, dtype=torch.uint8), lender, ACKNOWLEDGED_TAG)
 
     def receive(self, sender: int) -> Bucket:
         """Wait for the next bucket from another member, and return the bucket."""
         sizes = torch.zeros(3, dtype=torch.int64)
         self._receive(sizes, sender)
-        device = "cpu" if self.gpus is None else GPU
+        devices = "cpu", "cpu" if self.gpu_group is None else GPU, "cpu"
         try:
-            header, probes = (torch.empty(int(sizes[part]), dtype=torch.uint8) for part in (0, 2))
-            data = torch.empty(int(sizes[1]), dtype=torch.uint8, device=device)
+            header, data, probes = (
+                torch.empty(size, dtype=torch.uint8, device=device)
+                for size, device in zip(sizes.tolist(), devices, strict=True)
+            )
         except RuntimeError as error:
             raise SyncError(f"no memory for a bucket of {int(sizes.sum()):,} bytes: {error}") from error
-        for part in (header, data, probes):
-            self._receive(part, sender, between_gpus=part is data and self.gpus is not None)
+        self._receive(header, sender)
+        if self.gpu_group is None:
+            self._receive(data, sender)
+        elif data.numel():
+            _wait_for_gpu(self.gpu_group.recv([data], sender, BUCKET_TAG))
+        self._receive(probes, sender)
         return decoded(header.numpy(), data, probes.numpy())
 
-    def _send(self, part: Tensor, to: int, *, tag: int = TAG, between_gpus: bool = False) -> None:
+    def _send(self, part: Tensor, to: int, tag: int = BUCKET_TAG) -> None:
         if part.numel():
-            _finish((self.gpus if between_gpus else self.group).send([part], to, tag), poll=between_gpus)
+            self.group.send([part], to, tag).wait()
 
-    def _receive(self, part: Tensor, sender: int, *, tag: int = TAG, between_gpus: bool = False) -> None:
+    def _receive(self, part: Tensor, sender: int, tag: int = BUCKET_TAG) -> None:
         if part.numel():
-            _finish((self.gpus if between_gpus else self.group).recv([part], sender, tag), poll=between_gpus)
+            self.group.recv([part], sender, tag).wait()
 
     def begin(self, transfer: Callable[[], T]) -> "Future[T]":
         """Start a transfer in a new thread, and return a future of the transfer's result.
@@ -276,10 +294,10 @@ class Member:
         if error is not None:
             with contextlib.suppress(RuntimeError):
                 _mark(self.store, described(error))
-        if self.gpus is not None:
-            # A transfer from a member that has failed would keep this process's GPU busy forever.
-            self.gpus.abort() if error is not None else self.gpus.shutdown()
-        del self.group, self.gpus, self.store
+        if self.gpu_group is not None:
+            # Without `abort`, a transfer from a failed member would keep this process's GPU busy forever.
+            self.gpu_group.abort() if error is not None else self.gpu_group.shutdown()
+        del self.group, self.gpu_group, self.store
 
 
 def nccl_group(store: PrefixStore, number: int, size: int) -> Any:
@@ -296,65 +314,63 @@ def nccl_group(store: PrefixStore, number: int, size: int) -> Any:
     return nccl(store, number, size, options)
 
 
-def _finish(work: Any, *, poll: bool) -> None:
-    """Wait for the end of a transfer.
-
-    Args:
-        work: the transfer.
-        poll: whether to look repeatedly if the transfer has ended. For a transfer between GPUs, the method `wait` makes
-            only later work on the GPU wait.
-    """
-    while poll and not work.is_completed():
+def _wait_for_gpu(work: Any) -> None:
+    """Wait for the end of a transfer between GPUs. The transfer's own method `wait` does not wait for the GPU."""
+    while not work.is_completed():
         time.sleep(POLL_S)
     work.wait()
 
 
 def send_parts(
-    chain: Chain,
+    plan: GroupPlan,
     rank: int,
     write: Callable[[int], Bucket],
     *,
     agree: Callable[[Exception | None], None] | None = None,
 ) -> None:
-    """Send one rank's parts of all buckets to the first engine of the chain, or to the engines on the rank's GPU.
+    """Send one rank's parts of all buckets to the first engine of a chain, or to the engines whose partner the rank is.
 
     While the rank's part of one bucket is being sent, `write` creates the rank's part of a later bucket.
 
     Args:
-        chain: description of the weight sync.
+        plan: description of the weight sync.
         rank: index of the rank among the members of the process group.
         write: function that takes the index of a bucket, and returns this rank's part of the bucket.
-        agree: function that all ranks call before each bucket, with the exception that this rank has caught so far. It
-            raises an exception on all ranks if one rank has caught an exception. `agree` is needed if `write` calls
-            collective operations, and None otherwise.
+        agree: function that all ranks call before each bucket and after the last one, with this rank's exception, or
+            None. If any rank passes an exception, `agree` raises an exception on all ranks. If `write` calls no
+            collective operations, `agree` can be None, and the ranks do not wait for each other.
 
     Raises:
         SyncStopped: another process of the weight sync failed.
         SyncError: the rank cannot join the process group.
     """
     agree = agree or _raise
-    targets = chain.targets(rank)
-    with _joined(chain, rank, agree) as member:
-        sent: Future[None] | None = None
-        failure: Exception | None = None
-        for number in range(chain.buckets):
-            agree(failure)
-            if rank not in chain.senders(number):
-                continue
+    sent: Future[None] | None = None
+    with _joined(plan, rank, agree) as member:
+        agree(None)
+        for number in range(plan.buckets):
+            failure: Exception | None = None
             try:
-                part = write(number)
-                if sent is not None:
-                    member.result(sent)
+                if rank in plan.writers(number):
+                    part = write(number)
+                    if sent is not None:
+                        member.result(sent)
+                    sent = member.begin(partial(_send, member, part))
             except Exception as error:
                 failure = error
-                continue
-            if chain.partners:
-                sent = member.begin(partial(member.lend, part, targets))
-            else:
-                sent = member.begin(partial(member.send, part, *targets))
-        agree(failure)
+            agree(failure)
         if sent is not None:
             member.result(sent)
+
+
+def _send(member: Member, part: Bucket) -> None:
+    """Send a rank's part of a bucket to all members that receive it from this rank."""
+    targets = member.plan.targets(member.number)
+    if member.plan.lends:
+        member.lend(part, targets)
+        return
+    for target in targets:
+        member.send(part, target)
 
 
 def _raise(failure: Exception | None) -> None:
@@ -362,23 +378,23 @@ def _raise(failure: Exception | None) -> None:
         raise failure
 
 
-def _joined(chain: Chain, rank: int, agree: Callable[[Exception | None], None]) -> Member:
-    """Return this rank's connection to the process group, or tell the other ranks that there is none."""
+def _joined(plan: GroupPlan, rank: int, agree: Callable[[Exception | None], None]) -> Member:
+    """Join the process group. If this rank cannot join, make all ranks give up the weight sync (see `send_parts`)."""
     try:
-        return Member(chain, rank)
-    except SyncError as error:
+        return Member(plan, rank)
+    except Exception as error:
         agree(error)
         raise
 
 
-def receive_buckets(chain: Chain, place: int, load: Callable[[Bucket], None]) -> None:
-    """Receive each bucket of a weight sync, send the bucket to the next engine of a chain, and then load the bucket.
+def receive_buckets(plan: GroupPlan, engine: int, load: Callable[[Bucket], None]) -> None:
+    """Receive and load each bucket of a weight sync. In a chain, first send the bucket to the next engine.
 
     While a bucket is loaded, the next bucket is received.
 
     Args:
-        chain: description of the weight sync.
-        place: index of this engine in the chain of engines, from 0.
+        plan: description of the weight sync.
+        engine: index of this engine among the engines, from 0.
         load: function that loads a bucket into this engine.
 
     Raises:
@@ -386,23 +402,23 @@ def receive_buckets(chain: Chain, place: int, load: Callable[[Bucket], None]) ->
         SyncError: the engine cannot join the process group, has no memory for a bucket, or received parts of a bucket
             that do not fit together.
     """
-    own = chain.ranks + place
-    with Member(chain, own) as member:
+    own = plan.ranks + engine
+    with Member(plan, own) as member:
 
         def transfer(number: int) -> Bucket:
-            bucket = join([member.receive(source) for source in chain.sources(number, place)])
-            for target in chain.targets(own):
+            bucket = join([member.receive(source) for source in plan.sources(number, engine)])
+            for target in plan.targets(own):
                 member.send(bucket, target)
             return bucket
 
         coming = member.begin(partial(transfer, 0))
-        for number in range(chain.buckets):
+        for number in range(plan.buckets):
             bucket = member.result(coming)
-            if number + 1 < chain.buckets:
+            if number + 1 < plan.buckets:
                 coming = member.begin(partial(transfer, number + 1))
             load(bucket)
-            if chain.partners:
-                member.result(member.begin(partial(member.acknowledge, chain.partners[place])))
+            if plan.lends:
+                member.result(member.begin(partial(member.acknowledge, plan.partners[engine])))
 
 
 def encoded(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
@@ -424,7 +440,7 @@ def encoded(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
 def decoded(header: np.ndarray, data: Tensor, probes: np.ndarray) -> Bucket:
     """Rebuild a bucket from the description and the probes that `encoded` returned, and from the bytes `data` (n,).
 
-    If `data` is empty and the description names a file or memory of a GPU, the bytes of the bucket are there.
+    If the description names a file or GPU memory, that memory holds the bucket's bytes, and `data` is not used.
     """
     description = json.loads(header.tobytes())
     values, pieces, at = probes.view(np.float32), [], 0
@@ -438,12 +454,8 @@ def decoded(header: np.ndarray, data: Tensor, probes: np.ndarray) -> Bucket:
 
 
 def packed(takes_part: Sequence[Sequence[bool]]) -> np.ndarray:
-    """Return the array for `Chain.takes_part`, in which eight bools are packed into one byte.
+    """Return the array for `GroupPlan.takes_part`, in which eight bools are packed into one byte.
 
     The argument's element `takes_part[r][b]` says whether rank r sends a part of bucket b.
     """
     return np.packbits(np.asarray(takes_part, dtype=bool).T, axis=1)
-
-
-def _tensor(values: np.ndarray) -> Tensor:
-    return torch.from_numpy(values if values.flags.writeable else values.copy())

@@ -3,7 +3,8 @@
 Tensors that are sharded by rows are sent without being gathered. Each rank converts the rows that it holds to the
 engine's dtype and copies the rows into a bucket. Each rank computes the checksum of the copied rows, and their product
 with a fixed random vector, while the copied rows are still in the CPU's cache (see `workers.sync.checks`). Tensors that
-are sharded, but not by rows, are gathered, and rank 0 writes the gathered tensors.
+are sharded, but not by rows, are gathered, and rank 0 writes the gathered tensors. With the transport `device_handles`,
+the ranks gather all tensors, and each rank writes whole tensors.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,13 +24,13 @@ from rltrain.base.errors import SyncStopped
 from workers.cluster.node_settings import own_address
 from workers.cluster.progress import tick, waiting
 from workers.models.adapter_weights import merge
-from workers.models.fsdp import full, tied_names
+from workers.models.fsdp import full, on_all_ranks, tied_names
 from workers.models.lora import adapter_tensors, adapters_of, plain_parameters
 from workers.sync.buckets import Bucket, Piece, Place, aligned, end, layout
 from workers.sync.checks import checksum, probe
 from workers.sync.device_memory import own_gpu
 from workers.sync.memory import SharedFile, remove_stale, whereabouts
-from workers.sync.process_group import Chain, send_parts, serve_store
+from workers.sync.process_group import GroupPlan, send_parts, serve_store
 
 SLOTS = 2  # The shared file has room for at most two buckets: engines read one bucket while ranks write the next one.
 # Rows are processed in chunks of about CHUNK_BYTES bytes on a CPU, so that a chunk fits into a core's cache, and of
@@ -63,7 +64,7 @@ class Sender:
     """Sender of one rank's part of the weights in one weight sync.
 
     All ranks must call the same methods of their senders in the same order, except that `write` is called only where
-    `takes_part` returns True.
+    `takes_part` returns True. If `whole` is True, all ranks call `write` for each bucket.
 
     Args:
         model: the model whose parameters are sent; the parameters may be sharded. Tied parameters are sent once.
@@ -130,16 +131,21 @@ class Sender:
         self.store = serve_store(own_address())
         return self.store.host, self.store.port
 
-    def send(self, chain: Chain, member: int) -> None:
+    def send(self, plan: GroupPlan, member: int) -> None:
         """Send this rank's parts of all buckets through a process group, in which this rank has the index `member`.
 
-        With the transports "nccl" and "device_handles", the buckets stay on the device of the model.
+        With the transports "nccl" and "device_handles", this rank writes the buckets into the memory of the device that
+        holds the model.
         """
-        self.whole = chain.transport == "device_handles"
-        if chain.transport != "gloo":
+        self.whole = plan.transport == "device_handles"
+        if plan.transport != "process_group":
             self.device = next(iter(self.parameters.values())).device
-        gathers = self.whole or any(map(is_gathered, self.parameters.values()))
-        send_parts(chain, member, partial(self.write, path=None), agree=agree if gathers else None)
+        agree = raise_on_all_ranks if self.gathers() else None
+        send_parts(plan, member, partial(self.write, path=None), agree=agree)
+
+    def gathers(self) -> bool:
+        """Return whether `write` calls collective operations, so that all ranks must call it for the same buckets."""
+        return self.whole or any(map(is_gathered, self.parameters.values()))
 
     @torch.no_grad()
     def write(self, number: int, path: str | None) -> Bucket:
@@ -240,7 +246,6 @@ class AdapterSender(Sender):
         self.adapters, self.base = adapters_of(model) if merged else {}, plain_parameters(model)
         scales = {adapter.scale for adapter in adapters_of(model).values()}
         self.engine_dtype: torch.dtype = getattr(torch, dtype)
-        self.proofs: list[Piece] | None = None
         (self.scale,) = scales
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
@@ -266,18 +271,12 @@ class AdapterSender(Sender):
         bucket.scale = self.scale
         bucket.pieces = [replace(piece, probe=None) for piece in bucket.pieces]
         if self.check and number == len(self.layout) - 1:
-            bucket.pieces += self._proofs() if self.proofs is None else self.proofs
+            bucket.pieces += self._proofs()
         return bucket
 
-    def send(self, chain: Chain, member: int) -> None:
-        """Send this rank's parts of all buckets, as `Sender.send` does.
-
-        The ranks gather the adapters before the first bucket is sent. If the ranks gathered the adapters only for the
-        last bucket, a rank could wait for another rank that has already left the process group.
-        """
-        if self.check:
-            self.proofs = list(self._proofs())
-        super().send(chain, member)
+    def gathers(self) -> bool:
+        """Return whether `write` calls collective operations: the ranks gather the adapters for the probes."""
+        return self.check or super().gathers()
 
     @torch.no_grad()
     def _proofs(self) -> Iterator[Piece]:
@@ -306,23 +305,21 @@ class AdapterSender(Sender):
             yield Piece(name, own[1], 0, None, np.concatenate(products))
 
 
-def agree(failure: Exception | None) -> None:
-    """Raise an exception on all ranks if at least one rank gives a failure.
+def raise_on_all_ranks(failure: Exception | None) -> None:
+    """Raise an exception on all ranks if any rank passes an exception. All ranks must call this function together.
 
-    All ranks must call `agree` before they gather a tensor together. Without `agree`, the other ranks would wait for a
-    rank that has given up the weight sync.
+    Before ranks gather a tensor together, they call `raise_on_all_ranks`. Otherwise a rank would wait for a rank that
+    has given up the weight sync.
 
     Raises:
         Exception: `failure`, if it is not None.
-        SyncStopped: another rank gave a failure.
+        SyncStopped: another rank passed an exception.
     """
-    failed = torch.tensor([failure is not None], dtype=torch.int32)
-    if dist.is_initialized():
-        with waiting():
-            dist.all_reduce(failed, dist.ReduceOp.MAX)
+    with waiting():
+        good = on_all_ranks(failure is None)
     if failure is not None:
         raise failure
-    if failed.item():
+    if not good:
         raise SyncStopped("another rank gave up the weight sync")
 
 

@@ -9,18 +9,16 @@ a call fails or a process dies, all later calls of the weight sync also fail, be
 earlier call.
 
 If the ranks and engines are on several hosts, they transfer the buckets through a process group, as
-`workers.sync.process_group` describes. Ranks and engines also form a process group with
-`rollout.weight_transport=nccl` and `rollout.weight_transport=device_handles`. With
-`rollout.weight_transport=object_store`, ranks and engines use neither a shared file nor a process group. Each rank
-returns the bytes of its rows as the result of the call `export`, and Ray passes the bytes to the engines as arguments
-of the call `load_bucket`.
+`workers.sync.process_group` describes. With `rollout.weight_transport=nccl` or `device_handles`, they form a process
+group on one host too. With `rollout.weight_transport=object_store`, ranks and engines use neither a shared file nor a
+process group. Each rank returns the bytes of its rows as the result of the call `export`, and Ray passes the bytes to
+the engines as arguments of the call `load_bucket`.
 """
 
 import asyncio
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rltrain.base.errors import ClusterLost, RLTrainError, SyncError, SyncStopped, WorkerLost, described
@@ -28,7 +26,7 @@ from rltrain.settings.schema import WeightTransport
 from workers.cluster.processes import Pending, Role, WorkerProcess, results
 from workers.sync.buckets import Bucket
 from workers.sync.memory import new_path
-from workers.sync.process_group import Chain, GroupTransport, give_up, packed
+from workers.sync.process_group import GroupPlan, GroupTransport, give_up, packed
 from workers.sync.sender import SLOTS, Offer
 
 
@@ -51,7 +49,7 @@ class Sends(Protocol):
         The members of the process group find each other through the store, which runs until `end_export` is called.
         """
 
-    def send_all(self, chain: Chain, member: int) -> None:
+    def send_all(self, plan: GroupPlan, member: int) -> None:
         """Send this rank's parts of all buckets through a process group, in which the rank has the number `member`."""
 
     def end_export(self) -> None:
@@ -79,10 +77,10 @@ class Receives(Protocol):
     def gpu(self) -> str | None:
         """Return the identifier of the engine's first GPU, or None without a GPU."""
 
-    def receive_all(self, sync: str, chain: Chain, place: int) -> None:
+    def receive_all(self, sync: str, plan: GroupPlan, engine: int) -> None:
         """Receive all buckets through a process group, and load the weights in the buckets into the engine.
 
-        `place` is the index of the engine among the engines of the process group, from 0.
+        `engine` is the index of the engine among the engines of the process group, from 0.
         """
 
     def finish_load(self, sync: str, before: None) -> None:
@@ -108,8 +106,8 @@ async def sync(
         version: version of the weights.
         check: whether to verify that the engines compute with the sent weights.
         transport: how to transfer the weights. "auto" chooses shared memory if all processes are on one host with room
-            for two buckets in its shared memory. "auto" chooses a process group if the processes are on several hosts,
-            or if their one host lacks room in its shared memory.
+            for two buckets in its shared memory. Otherwise "auto" chooses a process group or, if ranks and engine are
+            in the driver's process, the same calls as "object_store".
 
     Raises:
         WorkerLost: the process of a rank or of an engine died or hung. After a WorkerLost, the surviving engines
@@ -120,26 +118,25 @@ async def sync(
     path = new_path()
     senders, receivers = _processes(ranks), _processes(engines)
     try:
-        file = path if transport in ("auto", "shared_memory") and receivers[0].concurrent else None
+        concurrent = receivers[0].concurrent  # False if ranks and engine are in the driver's process.
+        file = path if transport in ("auto", "shared_memory") and concurrent else None
         begun = [rank.start(Sends.start_export, file, version, check) for rank in ranks]
         told = [engine.start(Receives.start_load, path, version) for engine in engines]
         # The ranks run `start_export` while the engines run `start_load`.
-        offers, places = await results(begun), await results(told, depends_on=senders)
-        one_host = len({*(offer.where for offer in offers), *places}) == 1 and offers[0].where is not None
+        offers, hosts = await results(begun), await results(told, depends_on=senders)
+        one_host = len({*(offer.where for offer in offers), *hosts}) == 1 and offers[0].where is not None
         shared = one_host and all(offer.has_file for offer in offers)
         if transport == "shared_memory" and not shared:
             raise SyncError(
                 f"weight sync {version}: rollout.weight_transport=shared_memory needs all ranks and engines on one "
                 "host, and room for two buckets in its shared memory; use rollout.weight_transport=auto"
             )
-        if transport in ("shared_memory", "object_store") or (transport == "auto" and (shared or not file)):
+        if transport == "auto":
+            transport = "shared_memory" if shared else "process_group" if concurrent else "object_store"
+        if transport == "shared_memory" or transport == "object_store":
             await _stream(ranks, engines, path, offers, shared=shared)
         else:
-            kind: GroupTransport = transport if transport == "nccl" or transport == "device_handles" else "gloo"
-            gpus: list[str | None] = [None] * len(engines)
-            if kind != "gloo":
-                gpus = await results([engine.start(Receives.gpu) for engine in engines], depends_on=senders)
-            await _through_group(ranks, engines, path, _members(kind, path, version, offers, places, gpus))
+            await _through_group(transport, ranks, engines, path, version, offers, hosts)
     except BaseException as error:
         await _give_up(engines, path, described(error))
         if isinstance(error, RLTrainError) and not isinstance(error, ClusterLost | SyncError | WorkerLost):
@@ -188,63 +185,65 @@ async def _stream(
     await results(finished, depends_on=_processes(ranks))
 
 
-@dataclass(frozen=True)
-class _Members:
-    """The members of a process group, and the description that all members get.
-
-    Attributes:
-        ranks: indices of the ranks that send weights.
-        engines: indices of the engines, in the order in which they are members.
-        chain: description of the process group. The address of its store is not yet set.
-    """
-
-    ranks: list[int]
-    engines: list[int]
-    chain: Chain
-
-
-def _members(
+async def _through_group(
     transport: GroupTransport,
+    ranks: Sequence[Role[Sends]],
+    engines: Sequence[Role[Receives]],
     path: str,
     version: int,
     offers: Sequence[Offer],
-    places: Sequence[str | None],
-    gpus: Sequence[str | None],
-) -> _Members:
-    """Return the members of the process group of a weight sync.
+    hosts: Sequence[str | None],
+) -> None:
+    """Transfer all buckets with one call per process, and then make the engines finish loading.
 
     In a chain of engines, the engines of a host follow one another, so that each host receives the weights only once.
     The engines on the host of rank 0 come first.
 
     Args:
         transport: how the bytes of the buckets travel.
+        ranks: the actor's ranks.
+        engines: the engines.
         path: name of the weight sync.
         version: version of the weights, for error messages.
         offers: one `Offer` per rank.
-        places: for each engine, the string that identifies its host.
-        gpus: for each engine, the identifier of its GPU; None if it is not needed or the engine has no GPU.
+        hosts: for each engine, the string that identifies its host.
 
     Raises:
         SyncError: the processes do not have the GPUs that the transport needs.
     """
-    order, partners = list(range(len(places))), tuple[int, ...]()
+    order, partners = list(range(len(engines))), tuple[int, ...]()
     takes_part = [offer.takes_part for offer in offers]
+    gpus: list[str | None] = []
+    if transport != "process_group":
+        gpus = await results([engine.start(Receives.gpu) for engine in engines], depends_on=_processes(ranks))
     if transport == "device_handles":
-        partners = _partners(version, offers, list(zip(places, gpus, strict=True)))
+        partners = _partners(version, offers, list(zip(hosts, gpus, strict=True)))
         takes_part = [[True] * len(parts) for parts in takes_part]  # The ranks gather each bucket together.
     else:
-        order.sort(key=lambda n: (places[n] != offers[0].where, places[n] or "", n))
-    senders = [n for n, parts in enumerate(takes_part) if any(parts)]
-    used = [*(offers[n].gpu for n in senders), *gpus]
-    if transport == "nccl" and (None in used or len(set(used)) < len(used)):
-        raise SyncError(
-            f"weight sync {version}: rollout.weight_transport=nccl needs a separate GPU for each training rank and "
-            "each engine; use rollout.weight_transport=auto"
-        )
-    parts = packed([takes_part[n] for n in senders])
-    return _Members(
-        senders, order, Chain(path, "", 0, len(senders), len(order), parts, len(parts), transport, partners)
-    )
+        order.sort(key=lambda n: (hosts[n] != offers[0].where, hosts[n] or "", n))
+    writers = [n for n, parts in enumerate(takes_part) if any(parts)]
+    if transport == "nccl":
+        _require_separate_gpus(version, [*(offers[n].gpu for n in writers), *gpus])
+    parts = packed([takes_part[n] for n in writers])
+    host, port = await ranks[0].call(Sends.serve_store)
+    plan = GroupPlan(path, host, port, len(writers), len(order), parts, len(parts), transport, partners)
+    shared = ranks[0].process.share(plan)
+    sent = [ranks[n].start(Sends.send_all, shared, member) for member, n in enumerate(writers)]
+    loaded = [engines[n].start(Receives.receive_all, path, shared, index) for index, n in enumerate(order)]
+    involved = _processes([*ranks, *engines])
+    try:
+        await results([*sent, *loaded], depends_on=involved)
+    except BaseException as error:
+        await asyncio.to_thread(give_up, plan, described(error))
+        # A process raises SyncStopped if the weight sync ended because another process failed. If the failed process
+        # has raised an error of its own, `_through_group` raises that error instead of SyncStopped.
+        if isinstance(error, SyncStopped):
+            for call in [*sent, *loaded]:
+                with contextlib.suppress(SyncStopped):
+                    await results([call], depends_on=involved)
+        raise
+    finished = [engine.start(Receives.finish_load, path, None) for engine in engines]
+    await results(finished, depends_on=_processes(ranks))
 
 
 def _partners(
@@ -265,29 +264,13 @@ def _partners(
     return tuple(ranks[engine] for engine in engines)
 
 
-async def _through_group(
-    ranks: Sequence[Role[Sends]], engines: Sequence[Role[Receives]], path: str, members: _Members
-) -> None:
-    """Transfer all buckets with one call per process, and then make the engines finish loading."""
-    host, port = await ranks[0].call(Sends.serve_store)
-    chain = replace(members.chain, host=host, port=port)
-    shared = ranks[0].process.share(chain)
-    sent = [ranks[n].start(Sends.send_all, shared, member) for member, n in enumerate(members.ranks)]
-    loaded = [engines[n].start(Receives.receive_all, path, shared, place) for place, n in enumerate(members.engines)]
-    involved = _processes([*ranks, *engines])
-    try:
-        await results([*sent, *loaded], depends_on=involved)
-    except BaseException as error:
-        await asyncio.to_thread(give_up, chain, described(error))
-        # A process raises SyncStopped if the weight sync ended because another process failed. If the failed process
-        # has raised an error of its own, `_through_group` raises that error instead of SyncStopped.
-        if isinstance(error, SyncStopped):
-            for call in [*sent, *loaded]:
-                with contextlib.suppress(SyncStopped):
-                    await results([call], depends_on=involved)
-        raise
-    finished = [engine.start(Receives.finish_load, path, None) for engine in engines]
-    await results(finished, depends_on=_processes(ranks))
+def _require_separate_gpus(version: int, gpus: Sequence[str | None]) -> None:
+    """Raise SyncError unless each process of the weight sync has a GPU of its own."""
+    if None in gpus or len(set(gpus)) < len(gpus):
+        raise SyncError(
+            f"weight sync {version}: rollout.weight_transport=nccl needs a separate GPU for each training rank and "
+            "each engine; use rollout.weight_transport=auto"
+        )
 
 
 async def _give_up(engines: Sequence[Role[Receives]], path: str, reason: str) -> None:

@@ -41,7 +41,7 @@ from workers.models.row_isolation import load_policy
 from workers.models.sequence_parallel import of_all_tokens, sequence_group_of
 from workers.models.weight_shards import local_shard, weight_groups, whole_of
 from workers.sync.buckets import Bucket
-from workers.sync.process_group import Chain
+from workers.sync.process_group import GroupPlan
 from workers.sync.sender import AdapterSender, Offer, Sender
 from workers.training.dispatch import Minibatch, UpdateResult
 from workers.training.minibatch_statistics import in_epoch
@@ -305,7 +305,7 @@ class ActorWorker:
         result.add(part, tokens, step)
 
     def _end_update(self) -> None:
-        self.optimizer.park()
+        self.optimizer.offload()
         if self.config.takes_turns:
             # The cache of PyTorch's allocator is emptied, because the rollout engine on the same GPU needs the memory.
             torch.cuda.empty_cache()
@@ -443,9 +443,9 @@ class ActorWorker:
         """Start the store (TCPStore) through which ranks and engines find each other, and return its host and port."""
         return self.sender.serve_store()
 
-    def send_all(self, chain: Chain, member: int) -> None:
+    def send_all(self, plan: GroupPlan, member: int) -> None:
         """Send this rank's parts of all buckets through a process group, in which the rank has the number `member`."""
-        self.sender.send(chain, member)
+        self.sender.send(plan, member)
 
     def end_export(self) -> None:
         """Free the memory that was used to send the weights, after the weight sync has succeeded or failed."""

@@ -91,7 +91,7 @@ class CriticWorker:
             with trace.span("optimizer step", trace.CALLS):
                 step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
             result.add(part, minibatch.num_tokens, step)
-        self.optimizer.park()
+        self.optimizer.offload()
         if self.config.takes_turns:
             # The cache of PyTorch's allocator is emptied, because the rollout engine on the same GPU needs the cached
             # memory. The critic empties the allocator's cache itself, because the actor has no update that would empty

@@ -95,7 +95,7 @@ def roles_of(
         needs_critic: whether the run has a critic.
     """
     compute = WIDTHS[config.model.dtype]
-    # A reference model that is a moving average of the actor's weights is kept in float32.
+    # A reference model that is a present average of the actor's weights is kept in float32.
     averaged = config.algorithm.reference.refresh_coef < 1
     found = []
     for name in config.roles(needs_critic=needs_critic):
@@ -217,7 +217,7 @@ class RankMemory:
 
     def host(self, phase: str) -> list[Part]:
         """Return the parts of the rank's memory that are in host memory even if the rank computes on a GPU."""
-        states = self.states(phase) if self.config.model.cpu_offload else self.parked(phase)
+        states = self.states(phase) if self.config.model.cpu_offload else self.offloaded_moments(phase)
         if phase == START and self.on_gpu:
             return [*states, self.loading()]
         if phase == LOG_PROBS:
@@ -227,28 +227,28 @@ class RankMemory:
         return [*states, *self.saving()] if phase == SAVE else states
 
     def states(self, phase: str) -> list[Part]:
-        """Return the rank's shards of all models, and the moments beside them.
+        """Return the memory of the rank's shards of all models, and of the moments on the same device.
 
-        In the phase `START`, there are no moments yet. Moments that are in CPU memory between the updates are beside
-        the parameters only in the phase `UPDATE`.
+        In the phase `START`, there are no moments yet. With `offload_optimizer`, moments are on that device only in the
+        phase `UPDATE`.
         """
         weights = sum(self.stored(role) * (role.shape.parameters * role.width + _extra(role)) for role in self.roles)
-        moving = [role for role in self.roles if phase == UPDATE or not self.parks(role)]
-        moments = sum(self.stored(role) * role.trained for role in moving) * MOMENTS
+        present = [role for role in self.roles if phase == UPDATE or not self.offloads(role)]
+        moments = sum(self.stored(role) * role.trained for role in present) * MOMENTS
         parts = [Part("parameters", weights, self.more_ranks)]
         if heads := sum(role.other_heads for role in self.roles):
             parts.append(Part("output heads of other models", heads * self.compute))
         return parts if phase == START else [*parts, Part("optimizer states", moments, self.more_ranks)]
 
-    def parked(self, phase: str) -> list[Part]:
-        """Return the CPU memory for moments that are there between the updates, and which is kept during the update."""
-        trained = sum(self.stored(role) * role.trained for role in self.roles if self.parks(role))
+    def offloaded_moments(self, phase: str) -> list[Part]:
+        """Return the CPU memory that holds moments between the updates. This memory is not freed during the update."""
+        trained = sum(self.stored(role) * role.trained for role in self.roles if self.offloads(role))
         if phase == START or not trained:
             return []
         return [Part("optimizer states in CPU memory", trained * MOMENTS, self.more_ranks)]
 
-    def parks(self, role: RoleMemory) -> bool:
-        """Return whether the moments of a role are in CPU memory between the updates."""
+    def offloads(self, role: RoleMemory) -> bool:
+        """Return whether a role's moments are in CPU memory between the updates."""
         settings = {"actor": self.config.actor, "critic": self.config.critic}
         return role.name in settings and settings[role.name].offload_optimizer
 
@@ -492,18 +492,18 @@ class RankMemory:
         if actor is None:
             return []
         largest = actor.shape.largest * self.compute
+        transport, bucket = self.config.rollout.weight_transport, max(self.limits.bucket_bytes, largest)
+        if transport == "device_handles":
+            # The ranks gather each bucket. A rank writes a bucket while engines read the previous bucket. On a CPU, the
+            # rank copies each bucket to a shared file.
+            return [Part("sync buckets", self.limits.buckets * bucket * (1 if self.on_gpu else 2))]
         # With tensor parallelism, a matrix of which each rank has some columns is gathered before it is sent.
         shards = self.shards if self.tensor == 1 else 1
-        if self.config.rollout.weight_transport in ("nccl", "device_handles"):
-            # A rank writes a bucket while engines read the bucket before. Buckets that engines map are whole. On a CPU,
-            # the rank copies such a bucket to a shared file.
-            size = max(self.limits.bucket_bytes, largest) * (1 if self.on_gpu else 2)
-            shards = shards if self.config.rollout.weight_transport == "nccl" else 1
-            return [Part("sync buckets", self.limits.buckets * size / shards)]
+        if transport == "nccl":
+            return [Part("sync buckets", self.limits.buckets * bucket / shards)]
         if self.on_gpu:
             return [Part("sync buckets", largest / shards)]
-        file = self.limits.buckets * max(self.limits.bucket_bytes, largest)
-        return [Part("sync buckets", min(file, actor.shape.parameters * self.compute))]
+        return [Part("sync buckets", min(self.limits.buckets * bucket, actor.shape.parameters * self.compute))]
 
     def saving(self) -> list[Part]:
         """Return the memory needed to save a checkpoint: copies of the training state, and exported tensors."""

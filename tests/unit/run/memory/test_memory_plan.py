@@ -289,10 +289,10 @@ def test_offloaded_states_are_in_the_memory_of_the_machine():
     assert "parameters" not in sizes(made.device("generate"))
 
 
-def test_parked_moments_are_in_the_memory_of_the_machine_and_on_the_gpu_only_in_the_update():
+def test_offloaded_moments_are_in_the_memory_of_the_machine_and_on_the_gpu_only_in_the_update():
     made = rank("actor.offload_optimizer=true", on_gpu=True)
-    parked = {"optimizer states in CPU memory": 1920}
-    assert [sizes(made.host(phase)) for phase in ("generate", "sync")] == [parked, parked]
+    offloaded = {"optimizer states in CPU memory": 1920}
+    assert [sizes(made.host(phase)) for phase in ("generate", "sync")] == [offloaded, offloaded]
     assert [sizes(made.device(phase)).get("optimizer states") for phase in ("generate", "log-probs", "update")] == [
         None, None, 1920,
     ]  # fmt: skip

@@ -23,7 +23,7 @@ def train(model, optimizer, steps=3):
     for _ in range(steps):
         model(torch.randn(5, 4, generator=generator)).square().sum().backward()
         optimizer.step()
-    optimizer.park()
+    optimizer.offload()
 
 
 def models():
@@ -33,19 +33,19 @@ def models():
     return first, second
 
 
-def test_parked_moments_give_the_same_updates_to_the_last_bit(process_group):
-    usual, parked = models()
-    one, other = optimizer_of(usual, offload=False), optimizer_of(parked, offload=True)
+def test_offloaded_moments_give_the_same_updates_to_the_last_bit(process_group):
+    usual, offloaded = models()
+    one, other = optimizer_of(usual, offload=False), optimizer_of(offloaded, offload=True)
     for _ in range(3):
         train(usual, one)
-        train(parked, other)
-        assert (one.parked, other.parked) == (False, True)
-        for mine, its in zip(usual.parameters(), parked.parameters(), strict=True):
+        train(offloaded, other)
+        assert (one.offloaded, other.offloaded) == (False, True)
+        for mine, its in zip(usual.parameters(), offloaded.parameters(), strict=True):
             assert torch.equal(mine, its)
             assert all(torch.equal(one.moments(mine)[kind], other.moments(its)[kind]) for kind in MOMENTS)
 
 
-def test_parking_frees_the_moments_on_the_device_and_reuses_the_memory_on_the_host(process_group):
+def test_offloading_frees_the_moments_on_the_device_and_reuses_the_memory_on_the_host(process_group):
     model, _ = models()
     optimizer = optimizer_of(model, offload=True)
     model(torch.ones(1, 4)).sum().backward()
@@ -53,20 +53,20 @@ def test_parking_frees_the_moments_on_the_device_and_reuses_the_memory_on_the_ho
     on_device = [
         weakref.ref(optimizer.moments(parameter)[kind]) for parameter in model.parameters() for kind in MOMENTS
     ]
-    optimizer.park()
+    optimizer.offload()
     assert [one() for one in on_device] == [None] * 4
-    host = [tensor.data_ptr() for tensor in optimizer.host.values()]
+    host = [tensor.data_ptr() for tensor in optimizer.cpu_moments.values()]
     train(model, optimizer)
-    assert [tensor.data_ptr() for tensor in optimizer.host.values()] == host
+    assert [tensor.data_ptr() for tensor in optimizer.cpu_moments.values()] == host
     assert [optimizer.moments(p)[kind].data_ptr() for p in model.parameters() for kind in MOMENTS] == host
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_parking_before_the_first_step_or_twice_does_nothing(process_group, offload):
+def test_offloading_before_the_first_step_or_twice_does_nothing(process_group, offload):
     model, _ = models()
     optimizer = optimizer_of(model, offload=offload)
-    optimizer.park()
-    optimizer.park()
+    optimizer.offload()
+    optimizer.offload()
     train(model, optimizer)
-    optimizer.park()
-    assert optimizer.parked is offload
+    optimizer.offload()
+    assert optimizer.offloaded is offload

@@ -97,7 +97,7 @@ def made(request, monkeypatch, start):
         monkeypatch.setattr(vllm_engine, name, lambda **arguments: arguments)
     monkeypatch.setattr(vllm_engine.LLMEngine, "from_engine_args", with_arguments)
     monkeypatch.setattr(vllm_engine.AsyncLLM, "from_engine_args", with_arguments)
-    monkeypatch.setattr(vllm_engine, "shared", lambda bucket: __import__("contextlib").nullcontext(bucket))
+    monkeypatch.setattr(vllm_engine, "readable_elsewhere", lambda bucket: __import__("contextlib").nullcontext(bucket))
 
     def make(*overrides):
         config, _ = compose([f"rollout.vllm.process={request.param}", *overrides])

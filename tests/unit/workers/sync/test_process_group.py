@@ -17,7 +17,16 @@ from workers.sync import process_group
 from workers.sync.buckets import Bucket, Piece, Place, verify
 from workers.sync.checks import checksum
 from workers.sync.memory import FOLDER, PREFIX, Reader
-from workers.sync.process_group import Chain, Member, decoded, encoded, packed, receive_buckets, send_parts, serve_store
+from workers.sync.process_group import (
+    GroupPlan,
+    Member,
+    decoded,
+    encoded,
+    packed,
+    receive_buckets,
+    send_parts,
+    serve_store,
+)
 
 ROWS, WIDTH, BUCKETS = 6, 32, 5
 LIMIT_S = 30.0
@@ -49,9 +58,9 @@ def part(number, rank, ranks):
     return Bucket(3, "float32", [place], {"tied": "w"}, [piece], padded)
 
 
-def chain_of(store, ranks, engines, takes_part=None, **kwargs):
+def plan_of(store, ranks, engines, takes_part=None, **kwargs):
     takes_part = [[True] * BUCKETS] * ranks if takes_part is None else takes_part
-    return Chain("sync", store.host, store.port, ranks, engines, packed(takes_part), BUCKETS, **kwargs)
+    return GroupPlan("sync", store.host, store.port, ranks, engines, packed(takes_part), BUCKETS, **kwargs)
 
 
 class Ranks:
@@ -79,28 +88,28 @@ class Run:
     `outcomes` maps the number of each member to the member's result or error.
     """
 
-    def __init__(self, chain, *, write=None, load=None, agree=None):
-        self.chain, self.write, self.load, self.outcomes = chain, write or self.whole, load or (lambda *_: None), {}
+    def __init__(self, plan, *, write=None, load=None, agree=None):
+        self.plan, self.write, self.load, self.outcomes = plan, write or self.whole, load or (lambda *_: None), {}
         self.agree = agree
-        self.threads = [threading.Thread(target=self.member, args=(n,), daemon=True) for n in range(chain.size)]
+        self.threads = [threading.Thread(target=self.member, args=(n,), daemon=True) for n in range(plan.size)]
 
     def whole(self, number, rank):
-        return part(number, rank, self.chain.ranks)
+        return part(number, rank, self.plan.ranks)
 
     def member(self, number):
         try:
-            if number < self.chain.ranks:
-                send_parts(self.chain, number, lambda bucket: self.write(bucket, number), agree=self.agree)
+            if number < self.plan.ranks:
+                send_parts(self.plan, number, lambda bucket: self.write(bucket, number), agree=self.agree)
                 self.outcomes[number] = None
                 return
-            place, found = number - self.chain.ranks, []
+            place, found = number - self.plan.ranks, []
 
             def load(bucket):
                 self.load(place, len(found))
                 # A bucket that a rank lends is readable only until the engine has loaded it.
                 found.append(replace(bucket, data=Reader().data(bucket).clone()))
 
-            receive_buckets(self.chain, place, load)
+            receive_buckets(self.plan, place, load)
             self.outcomes[number] = found
         except BaseException as error:
             self.outcomes[number] = error
@@ -112,12 +121,12 @@ class Run:
         for thread in self.threads:
             thread.join(LIMIT_S)
         assert not any(thread.is_alive() for thread in self.threads), "a member waits forever"
-        return [self.outcomes[number] for number in range(self.chain.size)]
+        return [self.outcomes[number] for number in range(self.plan.size)]
 
 
 @pytest.mark.parametrize(("ranks", "engines"), [(1, 1), (2, 3), (3, 1)])
 def test_every_engine_receives_all_buckets_of_all_ranks(store, ranks, engines):
-    outcomes = Run(chain_of(store, ranks, engines)).done()
+    outcomes = Run(plan_of(store, ranks, engines)).done()
     assert outcomes[:ranks] == [None] * ranks
     for found in outcomes[ranks:]:
         assert len(found) == BUCKETS
@@ -137,12 +146,12 @@ def test_a_rank_sends_nothing_for_a_bucket_in_which_it_takes_no_part(store):
         written.append((number, rank))
         return part(number, 0, 1)
 
-    outcomes = Run(chain_of(store, 2, 1, takes_part), write=write).done()
+    outcomes = Run(plan_of(store, 2, 1, takes_part), write=write).done()
     assert sorted(written) == [(0, 0), (1, 1), (2, 0), (3, 1), (4, 0)]
     assert [int(bucket.data[0]) for bucket in outcomes[2]] == [0, 10, 20, 30, 40]
 
 
-WHOLE = {"transport": "device_handles"}
+HANDLES = {"transport": "device_handles"}
 
 
 def whole_bucket(number, rank):
@@ -153,8 +162,8 @@ def whole_bucket(number, rank):
 @pytest.mark.parametrize("partners", [(0, 1), (1, 0), (1, 1), (2, 0)])
 def test_with_device_handles_each_engine_reads_all_buckets_in_the_memory_of_its_partner(store, partners):
     files = set(FOLDER.glob(f"{PREFIX}*"))
-    chain, both = chain_of(store, 3, 2, partners=partners, **WHOLE), Ranks(3)
-    outcomes = Run(chain, write=whole_bucket, agree=both.agree).done()
+    plan, ranks = plan_of(store, 3, 2, partners=partners, **HANDLES), Ranks(3)
+    outcomes = Run(plan, write=whole_bucket, agree=ranks.agree).done()
     assert outcomes[:3] == [None] * 3
     for found in outcomes[3:]:
         assert all(bucket.path is not None for bucket in found)
@@ -177,7 +186,7 @@ def test_a_rank_does_not_free_a_bucket_before_each_engine_has_loaded_it(store):
         time.sleep(0.02 * (place + 1))
         loaded[place] = number + 1
 
-    outcomes = Run(chain_of(store, 1, 2, partners=(0, 0), **WHOLE), write=write, load=load).done()
+    outcomes = Run(plan_of(store, 1, 2, partners=(0, 0), **HANDLES), write=write, load=load).done()
     assert outcomes[0] is None
     assert written == list(range(BUCKETS))
 
@@ -195,8 +204,8 @@ def test_if_an_engine_fails_all_ranks_give_up_before_the_same_bucket(store, fail
         if (place, number) == (failing, 1):
             raise SyncError("cannot load")
 
-    chain = chain_of(store, 3, 2, partners=(0, 1), **WHOLE)
-    outcomes = Run(chain, write=write, load=load, agree=Ranks(3).agree).done()
+    plan = plan_of(store, 3, 2, partners=(0, 1), **HANDLES)
+    outcomes = Run(plan, write=write, load=load, agree=Ranks(3).agree).done()
     assert str(outcomes[3 + failing]) == "cannot load"
     assert all(isinstance(one, SyncStopped) for one in outcomes[:3])
     assert written[0] == written[1] == written[2]
@@ -209,12 +218,12 @@ def test_a_failure_of_one_rank_stops_the_others_before_the_next_bucket(store):
             raise ValueError("a bug")
         return whole_bucket(number, rank)
 
-    outcomes = Run(chain_of(store, 2, 2, partners=(0, 1), **WHOLE), write=write, agree=Ranks(2).agree).done()
+    outcomes = Run(plan_of(store, 2, 2, partners=(0, 1), **HANDLES), write=write, agree=Ranks(2).agree).done()
     assert str(outcomes[1]) == "a bug"
     assert all(isinstance(outcomes[member], SyncStopped) for member in (0, 2, 3))
 
 
-def test_with_nccl_the_bytes_of_buckets_go_through_the_group_of_the_gpus_alone(store, monkeypatch):
+def test_with_nccl_the_bytes_of_buckets_go_only_through_the_group_of_the_gpus(store, monkeypatch):
     """A second gloo group stands for the group of the GPUs, which a machine without GPUs cannot form."""
     moved = []
 
@@ -240,7 +249,7 @@ def test_with_nccl_the_bytes_of_buckets_go_through_the_group_of_the_gpus_alone(s
 
     monkeypatch.setattr(process_group, "nccl_group", gpu_group)
     monkeypatch.setattr(process_group, "GPU", "cpu")
-    outcomes = Run(chain_of(store, 2, 2, transport="nccl")).done()
+    outcomes = Run(plan_of(store, 2, 2, transport="nccl")).done()
     assert outcomes[:2] == [None] * 2
     for found in outcomes[2:]:
         for number, bucket in enumerate(found):
@@ -273,7 +282,7 @@ def test_if_an_engine_fails_all_members_stop(store, failing):
         if place == failing and number == 1:
             raise SyncError("cannot load")
 
-    outcomes = Run(chain_of(store, 2, 3), load=load, write=slowly).done()
+    outcomes = Run(plan_of(store, 2, 3), load=load, write=slowly).done()
     assert str(outcomes[2 + failing]) == "cannot load"
     others = [one for number, one in enumerate(outcomes) if number != 2 + failing]
     assert all(isinstance(one, SyncStopped) for one in others)
@@ -285,7 +294,7 @@ def test_if_a_rank_fails_all_engines_stop(store):
             raise ValueError("a bug")
         return part(number, rank, 2)
 
-    outcomes = Run(chain_of(store, 2, 2), write=write).done()
+    outcomes = Run(plan_of(store, 2, 2), write=write).done()
     assert str(outcomes[1]) == "a bug"
     assert all(isinstance(one, SyncStopped) for one in outcomes[2:])
 
@@ -298,7 +307,7 @@ def slowly(number, rank):
 
 
 def test_parts_that_do_not_fit_together_are_an_error_of_the_first_engine(store):
-    outcomes = Run(chain_of(store, 2, 2), write=lambda number, rank: part(number, 0, 2)).done()
+    outcomes = Run(plan_of(store, 2, 2), write=lambda number, rank: part(number, 0, 2)).done()
     assert "the shards of 'w' from all ranks have gaps or overlaps" in str(outcomes[2])
     assert not isinstance(outcomes[2], SyncStopped)
     assert isinstance(outcomes[3], SyncStopped)
@@ -306,14 +315,14 @@ def test_parts_that_do_not_fit_together_are_an_error_of_the_first_engine(store):
 
 def test_members_that_wait_for_a_lost_machine_stop_when_the_driver_gives_the_sync_up(store):
     """The lost machine is simulated by a member that never starts, so that nobody closes its connections."""
-    run = Run(chain_of(store, 2, 2), write=slowly)
+    run = Run(plan_of(store, 2, 2), write=slowly)
     lost = run.threads.pop(2)
     assert lost.ident is None
     for thread in run.threads:
         thread.start()
     time.sleep(1)
     assert all(thread.is_alive() for thread in run.threads)
-    process_group.give_up(run.chain, "rollout 0 is gone")
+    process_group.give_up(run.plan, "rollout 0 is gone")
     for thread in run.threads:
         thread.join(LIMIT_S)
     errors = [str(run.outcomes[number]) for number in (0, 1, 3)]
@@ -324,7 +333,7 @@ def test_a_store_that_cannot_be_reached_is_named_with_a_remedy(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     monkeypatch.setattr(process_group, "CONNECT_S", 0.5)
-    chain = Chain("sync", "127.0.0.1", port, 1, 1, packed([[True]]), 1)
+    plan = GroupPlan("sync", "127.0.0.1", port, 1, 1, packed([[True]]), 1)
     with pytest.raises(SyncError, match=rf"cannot connect to 127.0.0.1:{port}.*weight_transport=object_store"):
-        Member(chain, 0)
-    process_group.give_up(chain, "nobody needs to know")
+        Member(plan, 0)
+    process_group.give_up(plan, "nobody needs to know")

@@ -75,8 +75,8 @@ class Rank(Process):
     def serve_store(self):
         return "10.0.0.1", 29500
 
-    def send_all(self, chain, member):
-        self.log.append(f"send as {member} of {chain.size}")
+    def send_all(self, plan, member):
+        self.log.append(f"send as {member} of {plan.size}")
         return self.later
 
     def end_export(self):
@@ -106,8 +106,8 @@ class Replica(Process):
     def gpu(self):
         return self.gpu_id
 
-    def receive_all(self, sync, chain, place):
-        self.joined = chain, place
+    def receive_all(self, sync, plan, place):
+        self.joined = plan, place
         return self.later
 
     def finish_load(self, sync, before):
@@ -198,16 +198,16 @@ async def test_with_device_handles_each_engine_gets_the_weights_from_the_rank_on
     senders, replicas = ranks(log, wheres=("a", "a", "b")), Replicas([Engine(log) for _ in range(3)], ["b", "a", "a"])
     with_gpus(senders, replicas, ["g0", "g1", "g0"], ["g0", "g1", "g0"])
     await weight_sync.sync(senders, replicas.roles, 7, check=True, transport="device_handles")
-    chains = [role.process.joined for role in replicas.roles]
-    assert [place for _, place in chains] == [0, 1, 2]
-    chain = chains[0][0]
-    assert (chain.transport, chain.partners, chain.senders(0)) == ("device_handles", (2, 1, 0), [0, 1, 2])
-    assert [chain.targets(rank) for rank in range(3)] == [[5], [4], [3]]
-    assert [chain.sources(0, place) for place in range(3)] == [[2], [1], [0]]
+    plans = [role.process.joined for role in replicas.roles]
+    assert [place for _, place in plans] == [0, 1, 2]
+    plan = plans[0][0]
+    assert (plan.transport, plan.partners, plan.writers(0)) == ("device_handles", (2, 1, 0), [0, 1, 2])
+    assert [plan.targets(rank) for rank in range(3)] == [[5], [4], [3]]
+    assert [plan.sources(0, place) for place in range(3)] == [[2], [1], [0]]
 
 
 @pytest.mark.parametrize("places", [["there", "here"], [None, None]])
-async def test_device_handles_need_a_rank_beside_each_engine(places):
+async def test_device_handles_need_a_rank_on_the_gpu_or_host_of_each_engine(places):
     log: list[str] = []
     senders = ranks(log, wheres=("here", places[1]))
     with pytest.raises(SyncError, match="needs a training rank on the GPU of each engine"):
@@ -219,7 +219,7 @@ async def test_device_handles_need_a_rank_beside_each_engine(places):
     ("rank_gpus", "engine_gpus", "works"),
     [(["a", "b"], ["c"], True), (["a", "b"], ["a"], False), (["a", None], ["c"], False)],
 )
-async def test_nccl_needs_a_gpu_for_each_process(rank_gpus, engine_gpus, works):
+async def test_nccl_needs_a_separate_gpu_for_each_process(rank_gpus, engine_gpus, works):
     log: list[str] = []
     senders, replicas = ranks(log), Replicas([Engine(log)])
     with_gpus(senders, replicas, rank_gpus, engine_gpus)
@@ -235,10 +235,10 @@ async def test_the_engines_of_a_host_follow_one_another_and_each_process_is_call
     senders = ranks(log, buckets=40, wheres=("a", "b", "b"))
     monkeypatch.setattr(senders[1].process, "start_export", lambda *_: Offer([False] * 40, "b"))
     await weight_sync.sync(senders, replicas.roles, 7, check=True)
-    chains = [role.process.joined for role in replicas.roles]
-    assert [place for _, place in chains] == [2, 0, 3, 4, 1]
-    chain = chains[0][0]
-    assert (chain.ranks, chain.engines, chain.buckets, chain.senders(39)) == (2, 5, 40, [0, 1])
+    plans = [role.process.joined for role in replicas.roles]
+    assert [place for _, place in plans] == [2, 0, 3, 4, 1]
+    plan = plans[0][0]
+    assert (plan.ranks, plan.engines, plan.buckets, plan.writers(39)) == (2, 5, 40, [0, 1])
     assert [line for line in log if line.startswith("send")] == ["send as 0 of 7", "send as 1 of 7"]
     assert log.count("finish 7") == 5
 

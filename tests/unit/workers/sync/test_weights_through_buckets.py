@@ -18,7 +18,7 @@ from rltrain.base.errors import SyncError
 from workers.sync import buckets, memory
 from workers.sync.buckets import Bucket, join, layout, tensors_of, verify
 from workers.sync.checks import check_outputs, checksum, checksum_on_gpu, probe, probe_vector
-from workers.sync.memory import Reader, SharedFile, new_path, remove_stale, shared
+from workers.sync.memory import Reader, SharedFile, new_path, readable_elsewhere, remove_stale
 from workers.sync.sender import Sender, own_rows
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -324,16 +324,16 @@ def test_without_room_for_the_file_the_bytes_go_with_the_calls(folder, monkeypat
     assert not sender.offer(new_path()).has_file
     assert list(folder.iterdir()) == []
     (bucket,) = sent()
-    with pytest.raises(SyncError, match=r"no room for a bucket of \d+ bytes"), shared(bucket):
+    with pytest.raises(SyncError, match=r"no room for a bucket of \d+ bytes"), readable_elsewhere(bucket):
         pass
 
 
 def test_the_processes_of_an_engine_read_a_bucket_from_a_file_that_goes_afterwards(folder):
     (bucket,) = sent()
-    with shared(bucket) as described:
+    with readable_elsewhere(bucket) as lent:
         assert len(list(folder.iterdir())) == 1
-        assert torch.equal(Reader().data(pickle.loads(pickle.dumps(described))), bucket.data)
-        assert len(pickle.dumps(described)) < len(pickle.dumps(bucket))
+        assert torch.equal(Reader().data(pickle.loads(pickle.dumps(lent))), bucket.data)
+        assert len(pickle.dumps(lent)) < len(pickle.dumps(bucket))
     assert list(folder.iterdir()) == []
     with pytest.raises(SyncError, match="cannot be opened"):
-        Reader().data(described)
+        Reader().data(lent)
