@@ -779,14 +779,14 @@ def ray_connection(config: Config, heartbeat: Heartbeat) -> Iterator[None]:
         yield
     finally:
         if on_ray:
-            from workers.placement import disconnect
+            from workers.cluster.ray_connection import disconnect
 
             disconnect()
 
 
 def join_cluster(config: Config) -> None:
     """Start Ray on this machine, or join a running Ray cluster, which must have a device for every training rank."""
-    from workers.placement import connect
+    from workers.cluster.ray_connection import connect
 
     resources = connect(config)
     if config.placement.address != "local":

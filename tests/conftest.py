@@ -83,7 +83,7 @@ def process_group():
 @pytest.fixture(scope="session")
 def ray_here():
     """Start Ray on the local machine when the first test asks for it."""
-    from workers.placement import connect, disconnect
+    from workers.cluster.ray_connection import connect, disconnect
 
     config, _ = compose([])
     connect(config)

@@ -25,7 +25,8 @@ from rltrain.settings.schema import Config
 from rltrain.tasks.tokenizer import char_tokenizer
 from tests.benchmarks.row import Row
 from workers.cluster.processes import Pending, Role, results
-from workers.placement import Workers, connect, disconnect
+from workers.cluster.ray_connection import connect, disconnect
+from workers.placement import Workers
 from workers.placement import start as start_workers
 from workers.sync.weight_sync import sync
 

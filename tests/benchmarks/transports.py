@@ -31,7 +31,8 @@ from rltrain.settings.schema import WeightTransport
 from tests.benchmarks.row import Row
 from tests.benchmarks.sync import engines, make_model, on, seconds
 from workers.cluster.processes import Pending, Role
-from workers.placement import Workers, connect, disconnect
+from workers.cluster.ray_connection import connect, disconnect
+from workers.placement import Workers
 from workers.placement import start as start_workers
 from workers.sync.sender import Offer
 from workers.sync.weight_sync import sync

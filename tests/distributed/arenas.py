@@ -3,7 +3,7 @@
 import sys
 
 from rltrain.settings.compose import compose
-from workers.placement import connect, disconnect
+from workers.cluster.ray_connection import connect, disconnect
 
 config, _ = compose(["placement.address=local"])
 connect(config)

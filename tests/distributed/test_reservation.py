@@ -23,7 +23,8 @@ from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.base.errors import ConfigError, WorkerError
 from rltrain.tasks.tokenizer import EOS_ID
 from workers import placement
-from workers.placement import connect, reserve, spawner
+from workers.cluster.ray_connection import connect
+from workers.placement import reserve, spawner
 
 ray.init = functools.partial(ray.init, num_gpus=2)
 TWO = ["rollout=hf", "placement.actor_ranks=2", "placement.rollout_replicas=2"]

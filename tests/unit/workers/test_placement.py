@@ -98,17 +98,6 @@ async def test_engines_may_finish_what_they_do_unless_the_run_is_to_stop_at_once
     assert noted.how == how
 
 
-def test_a_ray_of_its_own_has_the_cores_that_may_be_used(monkeypatch, tmp_path):
-    asked = {}
-    monkeypatch.setattr(placement, "cpu_cores", lambda: 12)
-    monkeypatch.setattr(ray, "init", lambda **options: asked.update(options))
-    monkeypatch.setattr(ray, "cluster_resources", dict)
-    monkeypatch.setattr(placement.ray_daemons, "find", lambda: (tmp_path, []))
-    placement.connect(compose(["verbose=true"])[0])
-    placement.disconnect()
-    assert asked["num_cpus"] == 12
-
-
 @pytest.mark.parametrize(
     ("overrides", "gpus", "workers"),
     [

@@ -9,9 +9,9 @@ import ray
 
 from rltrain.base.errors import ConfigError, WorkerError
 from rltrain.settings.compose import compose
-from workers import placement
+from workers.cluster import ray_connection
+from workers.cluster.ray_connection import connect, disconnect
 from workers.cluster.ray_daemons import Daemons, RemoteDaemon
-from workers.placement import connect
 
 UNASKED = AssertionError("not to be asked")
 
@@ -50,13 +50,24 @@ def test_ray_that_does_not_come_up_is_one_line_with_the_way_out(monkeypatch, ser
 def test_a_run_does_not_wait_for_a_lost_head_when_it_ends(monkeypatch, answers):
     head = RemoteDaemon("gcs_server", "10.0.0.1", 6379)
     monkeypatch.setattr(head, "ended", lambda: True)
-    monkeypatch.setattr(placement._connection, "daemons", Daemons([head]))
-    monkeypatch.setattr(placement, "_DISCONNECT_S", 0.05)
+    monkeypatch.setattr(ray_connection._connection, "daemons", Daemons([head]))
+    monkeypatch.setattr(ray_connection, "_DISCONNECT_S", 0.05)
     end, registered = threading.Event(), []
     monkeypatch.setattr(ray, "shutdown", lambda: None if answers else end.wait(60))
     monkeypatch.setattr(atexit, "register", registered.append)
-    placement.disconnect()
+    disconnect()
     assert not end.is_set()
     # Ray's own exit handler would wait for the head again.
-    assert registered == ([] if answers else [placement._exit_at_once])
+    assert registered == ([] if answers else [ray_connection._exit_at_once])
     end.set()
+
+
+def test_a_ray_of_its_own_has_the_cores_that_may_be_used(monkeypatch, tmp_path):
+    asked = {}
+    monkeypatch.setattr(ray_connection, "cpu_cores", lambda: 12)
+    monkeypatch.setattr(ray, "init", lambda **options: asked.update(options))
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    monkeypatch.setattr(ray_connection.ray_daemons, "find", lambda: (tmp_path, []))
+    connect(compose(["verbose=true"])[0])
+    disconnect()
+    assert asked["num_cpus"] == 12
