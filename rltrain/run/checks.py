@@ -511,6 +511,18 @@ def _check_ranks(config: Config, available: int, devices: str, where: str) -> No
         f"rollout.vllm.tensor_parallel_size={shards}: with placement.share_ranks=true an engine gets only a part of "
         "one GPU; use placement.share_ranks=false, or rollout.vllm.tensor_parallel_size=1",
     )
+    transport, placement = config.rollout.weight_transport, config.placement
+    require(
+        devices == "GPUs" or transport != "nccl",
+        f"rollout.weight_transport=nccl: {where} has no GPUs; use rollout.weight_transport=auto",
+    )
+    require(
+        devices != "GPUs"
+        or transport != "device_handles"
+        or (placement.share_ranks and placement.rollout_replicas <= placement.actor_ranks),
+        "rollout.weight_transport=device_handles: each engine must share its GPU with a training rank; use "
+        "placement=colocated with at most as many engines as ranks, or rollout.weight_transport=auto",
+    )
     for what, count in _demands(config):
         require(
             count <= available,

@@ -1095,6 +1095,16 @@ class Config:
             "rank's rows of the base weights; use rollout.weight_transport=auto, or model.lora=null",
         )
         require(
+            transport != "device_handles" or self.placement.most_replicas == self.placement.rollout_replicas,
+            "rollout.weight_transport=device_handles with a range of placement.rollout_replicas: an engine that joins "
+            "later shares no GPU with a training rank; use one number of engines, or rollout.weight_transport=auto",
+        )
+        require(
+            transport != "nccl" or not self.placement.share_ranks,
+            "rollout.weight_transport=nccl with placement.share_ranks=true: each process needs a separate GPU; use "
+            "placement=disaggregated, or rollout.weight_transport=auto",
+        )
+        require(
             transport != "nccl" or not self.model.cpu_offload,
             "rollout.weight_transport=nccl with model.cpu_offload=true: NCCL sends only weights in GPU memory; use "
             "rollout.weight_transport=auto, or model.cpu_offload=false",

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -193,30 +194,26 @@ class Optimizer:
         )
         # CPU memory for moments, which is kept so that it is allocated and pinned only once.
         self.cpu_moments: dict[tuple[Tensor, str], Tensor] = {}
-        self.offloaded = False
 
     def offload(self) -> None:
         """Move AdamW's moments to CPU memory until the next optimizer step, if `config.offload_optimizer` is true."""
-        if not self.config.offload_optimizer or self.offloaded:
+        if not self.config.offload_optimizer:
             return
         for parameter, state in self.adamw.state.items():
             for kind in MOMENTS:
                 local = local_shard(state[kind])
                 if (parameter, kind) not in self.cpu_moments:
-                    pinned = local.device.type == "cuda"
-                    self.cpu_moments[parameter, kind] = torch.empty_like(local, device="cpu", pin_memory=pinned)
-                state[kind] = _with_local(state[kind], self.cpu_moments[parameter, kind].copy_(local))
-        self.offloaded = True
+                    self.cpu_moments[parameter, kind] = pinned_like(local)
+                kept = self.cpu_moments[parameter, kind]
+                if local.data_ptr() != kept.data_ptr():
+                    state[kind] = _with_local(state[kind], kept.copy_(local))
 
     def _reload(self) -> None:
-        """Copy the moments back to the device of the parameters, if they are in CPU memory."""
-        if not self.offloaded:
-            return
-        for parameter, state in self.adamw.state.items():
-            for kind in MOMENTS:
-                host = local_shard(state[kind])
-                state[kind] = _with_local(state[kind], torch.empty_like(host, device=parameter.device).copy_(host))
-        self.offloaded = False
+        """Copy the moments that are in CPU memory to the device of the parameters."""
+        for (parameter, kind), kept in self.cpu_moments.items():
+            state = self.adamw.state[parameter]
+            if local_shard(state[kind]).data_ptr() == kept.data_ptr():
+                state[kind] = _with_local(state[kind], torch.empty_like(kept, device=parameter.device).copy_(kept))
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a dictionary with AdamW's state of a parameter: the step count and the two moments.
@@ -293,6 +290,19 @@ class Optimizer:
         for group in self.by_mesh:
             nn.utils.clip_grads_with_norm_(group, self.config.max_grad_norm, norm)
         return float(norm)
+
+
+def pinned_like(tensor: Tensor) -> Tensor:
+    """Return a new tensor in CPU memory with the shape and dtype of `tensor`. If `tensor` is on a GPU, pin the memory.
+
+    PyTorch's own allocator of pinned memory would round the size up to a power of two.
+    """
+    made = torch.empty_like(tensor, device="cpu")
+    if tensor.device.type == "cuda" and made.nbytes:
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(made.data_ptr(), made.nbytes, 0))
+        weakref.finalize(made, runtime.cudaHostUnregister, made.data_ptr())
+    return made
 
 
 def _with_local(tensor: Tensor, local: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ from workers.rollout.vllm_names import checkpoint_names, named_layers, output_he
 from workers.sync.adapters import Adapters
 from workers.sync.buckets import Bucket, tensors_of, verify
 from workers.sync.checks import check_outputs, probe_vector
+from workers.sync.device_memory import wait_for_gpu
 from workers.sync.memory import Reader
 
 BACKEND = "rltrain"
@@ -127,6 +128,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         bucket = update_info.read()
         data = self._bytes(bucket)
         self.version, self.dtype = bucket.version, str(self.model_config.dtype).removeprefix("torch.")
+        wait_for_gpu(data)  # Another thread, whose work on the GPU is not ordered after this thread's work, verifies.
         verified = self.helper.submit(verify, bucket, data)
         try:
             self._expect(bucket)
@@ -137,6 +139,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 keep_unfinished(self.model, data)
         finally:
             verified.result()  # As soon as `receive_weights` returns, the sender is free to overwrite the bucket.
+            wait_for_gpu(data)
 
     def _bytes(self, bucket: Bucket) -> Tensor:
         """Return the bytes (n,) of a bucket.
@@ -146,11 +149,19 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         if bucket.handle is None or get_tensor_model_parallel_world_size() == 1:
             return self.reader.data(bucket)
-        if get_tensor_model_parallel_rank() == 0:
-            data = self.reader.data(bucket)
-        else:
-            data = torch.empty(bucket.size, dtype=torch.uint8, device=self.device)
-        received: Tensor = get_tp_group().broadcast(data, src=0)
+        error, group = "", get_tp_group()
+        try:
+            first = get_tensor_model_parallel_rank() == 0
+            data = (
+                self.reader.data(bucket) if first else torch.empty(bucket.size, dtype=torch.uint8, device=self.device)
+            )
+        except Exception as raised:
+            error = described(raised)
+        # If one rank cannot take part in the broadcast, all ranks raise an exception before the broadcast.
+        errors = [group.broadcast_object(error, src=rank) for rank in range(group.world_size)]
+        if any(errors):
+            raise SyncError(f"weight sync {bucket.version}: {next(filter(None, errors))}")
+        received: Tensor = group.broadcast(data, src=0)
         return received
 
     def _expect(self, bucket: Bucket) -> None:

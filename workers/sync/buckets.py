@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rltrain.base.errors import SyncError
 from workers.sync.checks import checksum
+from workers.sync.device_memory import wait_for_gpu
 
 BUCKET_BYTES = 64 << 20  # Maximum bytes of a bucket, except for a bucket with a single, larger tensor.
 ALIGNMENT = 64  # Alignment in bytes of the tensors in a bucket.
@@ -199,6 +200,7 @@ def _together(size: int, parts: Sequence[Bucket]) -> Tensor:
         for piece in part.pieces:
             whole[piece.start : piece.start + piece.size].copy_(own[start : start + piece.size])
             start += aligned(piece.size)
+    wait_for_gpu(whole)  # Another thread loads the bucket.
     return whole
 
 

@@ -20,6 +20,19 @@ def own_gpu() -> str | None:
     return str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else None
 
 
+def wait_for_gpu(data: Tensor) -> None:
+    """Wait until the GPU has done all work that this thread has started. If `data` is in CPU memory, return at once."""
+    if data.device.type == "cuda":
+        torch.cuda.current_stream(data.device).synchronize()
+
+
+def free_cached() -> None:
+    """Give GPU memory that PyTorch keeps for later allocations back, because another process needs it."""
+    if torch.cuda.is_available():
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+
 def handle_of(data: Tensor) -> str:
     """Return a description (JSON) of the GPU memory of a tensor, with which another process can map the memory.
 
@@ -29,9 +42,11 @@ def handle_of(data: Tensor) -> str:
         data: a uint8 tensor (n,) that starts at the beginning of its storage.
     """
     assert data.storage_offset() == 0, "a shared tensor must start at the beginning of its storage"
-    # `_share_cuda_` returns a tuple of integers, booleans and bytes objects.
-    shared: Any = data.untyped_storage()._share_cuda_()
-    return json.dumps([_encoded(value) for value in shared])
+    # `_share_cuda_` returns a tuple of integers, booleans and bytes objects. The last element says whether the other
+    # process must wait for an event, which it would never free.
+    *shared, _ = data.untyped_storage()._share_cuda_()
+    wait_for_gpu(data)
+    return json.dumps([_encoded(value) for value in (*shared, False)])
 
 
 def mapped(handle: str) -> Tensor:

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rltrain.base.errors import SyncError
+from rltrain.base.errors import SyncError, described
 from workers.cluster import leftovers
 from workers.sync.buckets import Bucket
 from workers.sync.device_memory import handle_of, mapped
@@ -139,7 +139,11 @@ def readable_elsewhere(bucket: Bucket) -> Iterator[Bucket]:
         yield bucket
         return
     if bucket.data.device.type != "cpu":
-        yield replace(bucket, data=None, handle=handle_of(bucket.data))
+        try:
+            handle = handle_of(bucket.data)
+        except RuntimeError as error:
+            raise SyncError(f"weight sync {bucket.version}: cannot share GPU memory ({described(error)})") from error
+        yield replace(bucket, data=None, handle=handle)
         return
     try:
         file = SharedFile(new_path(), len(bucket.data))

@@ -20,10 +20,11 @@ and each member looks for this key once a second. If a process or a machine is l
 
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -39,6 +40,7 @@ from rltrain.base.errors import RLTrainError, SyncError, SyncStopped, described
 from workers.cluster.node_settings import listener_at, own_address
 from workers.cluster.progress import tick, waiting
 from workers.sync.buckets import Bucket, Piece, Place, as_tensor, join
+from workers.sync.device_memory import free_cached
 from workers.sync.memory import readable_elsewhere
 
 CONNECT_S = 60.0  # Time limit in seconds for connecting to the store.
@@ -50,6 +52,8 @@ LOOK_S = 1.0  # Seconds between two checks whether the weight sync was marked as
 POLL_S = 0.0005  # Seconds between two checks whether a transfer between GPUs has ended.
 GPU = "cuda:0"  # Device on which "nccl" receives buckets: the first GPU that this process may use.
 BUCKET_TAG, ACKNOWLEDGED_TAG = 0, 1  # Tags of the bytes of buckets and of acknowledgements.
+# Variables that a process group (NCCL) reads when it is created.
+WATCHDOG_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 GIVEN_UP = "given up"  # Key in the store that marks a failed sync.
 GroupTransport = Literal["process_group", "nccl", "device_handles"]
 T = TypeVar("T")
@@ -282,6 +286,11 @@ class Member:
             reason = "the connection to rank 0 of the actor was closed"
         raise SyncStopped(f"the weight sync was given up: {reason}")
 
+    def give_up(self, error: BaseException) -> None:
+        """Mark the weight sync as failed, with the error as the reason."""
+        with contextlib.suppress(RuntimeError):
+            _mark(self.store, described(error))
+
     def __enter__(self) -> "Member":
         return self
 
@@ -292,8 +301,7 @@ class Member:
         members of the process group stop. The connections are closed when no thread uses the process group any more.
         """
         if error is not None:
-            with contextlib.suppress(RuntimeError):
-                _mark(self.store, described(error))
+            self.give_up(error)
         if self.gpu_group is not None:
             # Without `abort`, a transfer from a failed member would keep this process's GPU busy forever.
             self.gpu_group.abort() if error is not None else self.gpu_group.shutdown()
@@ -311,7 +319,27 @@ def nccl_group(store: PrefixStore, number: int, size: int) -> Any:
     nccl: Any = _distributed_c10d.ProcessGroupNCCL  # type: ignore[attr-defined, unused-ignore]
     options = nccl.Options()
     options._timeout = timedelta(seconds=TRANSFER_S)
-    return nccl(store, number, size, options)
+    with _without_watchdog():
+        return nccl(store, number, size, options)
+
+
+@contextlib.contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Make a process group that is created in the `with` block leave its process alive if a transfer fails.
+
+    By default, a thread of the process group ends the process after a failed transfer. A training rank must outlive an
+    engine on another machine.
+    """
+    before = {name: os.environ.get(name) for name in WATCHDOG_OFF}
+    os.environ.update(WATCHDOG_OFF)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _wait_for_gpu(work: Any) -> None:
@@ -358,6 +386,8 @@ def send_parts(
                     sent = member.begin(partial(_send, member, part))
             except Exception as error:
                 failure = error
+                # Ranks that wait in a collective operation cannot agree, but the engines can say what happened.
+                member.give_up(error)
             agree(failure)
         if sent is not None:
             member.result(sent)
@@ -406,7 +436,11 @@ def receive_buckets(plan: GroupPlan, engine: int, load: Callable[[Bucket], None]
     with Member(plan, own) as member:
 
         def transfer(number: int) -> Bucket:
-            bucket = join([member.receive(source) for source in plan.sources(number, engine)])
+            parts = [member.receive(source) for source in plan.sources(number, engine)]
+            try:
+                bucket = join(parts)
+            except RuntimeError as error:
+                raise SyncError(f"cannot join the parts of a bucket ({described(error)})") from error
             for target in plan.targets(own):
                 member.send(bucket, target)
             return bucket
@@ -419,6 +453,8 @@ def receive_buckets(plan: GroupPlan, engine: int, load: Callable[[Bucket], None]
             load(bucket)
             if plan.lends:
                 member.result(member.begin(partial(member.acknowledge, plan.partners[engine])))
+    if plan.transport == "nccl":
+        free_cached()
 
 
 def encoded(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:

@@ -28,7 +28,7 @@ from workers.models.fsdp import full, on_all_ranks, tied_names
 from workers.models.lora import adapter_tensors, adapters_of, plain_parameters
 from workers.sync.buckets import Bucket, Piece, Place, aligned, end, layout
 from workers.sync.checks import checksum, probe
-from workers.sync.device_memory import own_gpu
+from workers.sync.device_memory import free_cached, own_gpu
 from workers.sync.memory import SharedFile, remove_stale, whereabouts
 from workers.sync.process_group import GroupPlan, send_parts, serve_store
 
@@ -142,6 +142,8 @@ class Sender:
             self.device = next(iter(self.parameters.values())).device
         agree = raise_on_all_ranks if self.gathers() else None
         send_parts(plan, member, partial(self.write, path=None), agree=agree)
+        if self.device.type != "cpu":
+            free_cached()
 
     def gathers(self) -> bool:
         """Return whether `write` calls collective operations, so that all ranks must call it for the same buckets."""

@@ -143,6 +143,8 @@ class RankState:
         small = self.small if self.base is not None else None
         # The writer's own method `stage` copies sharded tensors twice.
         copies = [{name: tensor.to("cpu", copy=True) for name, tensor in self.tensors().items()}]
+        if self.optimizer is not None:
+            self.optimizer.offload()  # `tensors` may have created moments.
         group = self.group
 
         def write() -> None:
@@ -203,6 +205,7 @@ class RankState:
             raise CheckpointError(f"{folder}: {reason(error)}") from error
         if self.optimizer is not None:
             self.optimizer.steps = int(tensors[_SCHEDULE])
+            self.optimizer.offload()
 
 
 def reason(error: BaseException) -> str:

@@ -95,7 +95,7 @@ def roles_of(
         needs_critic: whether the run has a critic.
     """
     compute = WIDTHS[config.model.dtype]
-    # A reference model that is a present average of the actor's weights is kept in float32.
+    # A reference model that is a moving average of the actor's weights is kept in float32.
     averaged = config.algorithm.reference.refresh_coef < 1
     found = []
     for name in config.roles(needs_critic=needs_critic):
@@ -494,9 +494,10 @@ class RankMemory:
         largest = actor.shape.largest * self.compute
         transport, bucket = self.config.rollout.weight_transport, max(self.limits.bucket_bytes, largest)
         if transport == "device_handles":
-            # The ranks gather each bucket. A rank writes a bucket while engines read the previous bucket. On a CPU, the
-            # rank copies each bucket to a shared file.
-            return [Part("sync buckets", self.limits.buckets * bucket * (1 if self.on_gpu else 2))]
+            # The ranks gather the float32 weights of each bucket. A rank writes a bucket while engines read the one
+            # before. On a CPU, the rank copies each bucket to a shared file.
+            copies = self.limits.buckets * (1 if self.on_gpu else 2)
+            return [Part("sync buckets", bucket * (MASTER / self.compute + copies))]
         # With tensor parallelism, a matrix of which each rank has some columns is gathered before it is sent.
         shards = self.shards if self.tensor == 1 else 1
         if transport == "nccl":

@@ -271,6 +271,20 @@ def test_an_engine_in_shards_has_no_gpu_in_parts():
     check_cluster(config_of(*shards), {"CPU": 64.0})
 
 
+def test_weights_in_gpu_memory_need_gpus_in_the_right_places():
+    gpus, cpus = {"CPU": 64.0, "GPU": 8.0}, {"CPU": 64.0}
+    nccl = config_of("placement=disaggregated", "rollout.weight_transport=nccl")
+    check_cluster(nccl, gpus)
+    with pytest.raises(ConfigError, match="weight_transport=nccl: the cluster has no GPUs"):
+        check_cluster(nccl, cpus)
+    handles = ("rollout.weight_transport=device_handles", "placement.rollout_replicas=2")
+    check_cluster(config_of(*handles, "placement=colocated", "placement.actor_ranks=2"), gpus)
+    check_cluster(config_of(*handles, "placement=disaggregated"), cpus)
+    for overrides in (["placement=disaggregated", "placement.actor_ranks=2"], ["placement=colocated"]):
+        with pytest.raises(ConfigError, match="each engine must share its GPU with a training rank"):
+            check_cluster(config_of(*handles, *overrides), gpus)
+
+
 def test_a_cluster_is_not_measured_by_this_machine():
     check(config_of("placement=colocated", "placement.actor_ranks=64"))
 

@@ -242,6 +242,25 @@ def test_a_kept_kv_cache_needs_staleness_and_importance_weights():
         compose([kept, "trainer.max_staleness=1", "algorithm.correction.level=null"])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["placement=inprocess", "rollout=hf", "rollout.weight_transport=process_group"], "process of the training r"),
+        (["rollout.weight_transport=device_handles", "model.lora={rank: 4}"], "checks of only one rank's rows"),
+        (
+            ["rollout.weight_transport=device_handles", "placement=disaggregated", "placement.rollout_replicas=1-2"],
+            "shares no GPU with a train",
+        ),
+        (["rollout.weight_transport=nccl", "placement=colocated"], "each process needs a separate GPU"),
+        (["rollout.weight_transport=nccl", "placement=disaggregated", "model.cpu_offload=true"], "in GPU memory"),
+        (["model.cpu_offload=true", "critic.offload_optimizer=true"], "use critic.offload_optimizer=false"),
+    ],
+)
+def test_weights_and_moments_that_cannot_be_where_they_should_be_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        compose(overrides)
+
+
 # Tests of top-p and top-k
 
 

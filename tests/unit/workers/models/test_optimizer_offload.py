@@ -26,6 +26,12 @@ def train(model, optimizer, steps=3):
     optimizer.offload()
 
 
+def offloaded(optimizer):
+    """Return whether all moments are in the memory that `offload` allocates."""
+    own = {tensor.data_ptr() for tensor in optimizer.cpu_moments.values()}
+    return all(optimizer.moments(p)[kind].data_ptr() in own for p in optimizer.parameters for kind in MOMENTS)
+
+
 def models():
     torch.manual_seed(0)
     first, second = nn.Linear(4, 3), nn.Linear(4, 3)
@@ -34,15 +40,15 @@ def models():
 
 
 def test_offloaded_moments_give_the_same_updates_to_the_last_bit(process_group):
-    usual, offloaded = models()
-    one, other = optimizer_of(usual, offload=False), optimizer_of(offloaded, offload=True)
+    one, other = models()
+    usual, moving = optimizer_of(one, offload=False), optimizer_of(other, offload=True)
     for _ in range(3):
-        train(usual, one)
-        train(offloaded, other)
-        assert (one.offloaded, other.offloaded) == (False, True)
-        for mine, its in zip(usual.parameters(), offloaded.parameters(), strict=True):
+        train(one, usual)
+        train(other, moving)
+        assert (offloaded(usual), offloaded(moving)) == (False, True)
+        for mine, its in zip(one.parameters(), other.parameters(), strict=True):
             assert torch.equal(mine, its)
-            assert all(torch.equal(one.moments(mine)[kind], other.moments(its)[kind]) for kind in MOMENTS)
+            assert all(torch.equal(usual.moments(mine)[kind], moving.moments(its)[kind]) for kind in MOMENTS)
 
 
 def test_offloading_frees_the_moments_on_the_device_and_reuses_the_memory_on_the_host(process_group):
@@ -69,4 +75,15 @@ def test_offloading_before_the_first_step_or_twice_does_nothing(process_group, o
     optimizer.offload()
     train(model, optimizer)
     optimizer.offload()
-    assert optimizer.offloaded is offload
+    assert offloaded(optimizer) is offload
+
+
+def test_moments_that_a_checkpoint_has_created_are_offloaded_too(process_group):
+    model, _ = models()
+    optimizer = optimizer_of(model, offload=True)
+    optimizer.offload()
+    for parameter in model.parameters():
+        optimizer.moments(parameter)
+    assert not offloaded(optimizer)
+    optimizer.offload()
+    assert offloaded(optimizer)
