@@ -36,11 +36,12 @@ from rltrain.monitoring.heartbeat import Heartbeat
 from rltrain.monitoring.printing import print_lines
 from rltrain.run.checks import (
     builtin_task,
-    check,
     check_cache,
     check_cluster,
+    check_models,
     check_prompt_count,
     check_stop_strings,
+    check_without_models,
     output_folder,
     sandbox_warning,
     turns_folder,
@@ -106,9 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not verbose:
             quiet()
         with Heartbeat(console) as heartbeat:
-            config = _checked(config, heartbeat)
+            config, nodes = _checked(config, args, heartbeat)
             with RunLock(config.trainer) as lock:
-                return run(config, args, heartbeat, lock)
+                return run(config, args, nodes, heartbeat, lock)
     except Stopped as error:
         return error.status
     except bdb.BdbQuit:
@@ -124,22 +125,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return STOPPED
 
 
-def _checked(config: Config, heartbeat: Heartbeat) -> Config:
-    """Check the config, download its models and data sets, and return the config with each of them pinned."""
+def _checked(config: Config, args: Args, heartbeat: Heartbeat) -> "tuple[Config, list[Node]]":
+    """Check the config and the nodes, and download the models and data sets of the config.
+
+    The nodes are checked before the models, because importing the libraries that read models takes seconds.
+
+    Returns:
+        The config with each model and data set pinned, and the machines on which the run takes place.
+    """
     with heartbeat.during("checking the config"):
-        config = check(config, fetch=lambda checked: _with_models(checked, heartbeat))
-        # `check` must run before `ensure_home`: if the user has no home folder, `check` refuses '~' in a path, and
-        # `ensure_home` sets HOME to a temporary folder.
-        ensure_home()
+        check_without_models(config)
+    # `check_without_models` must run before `ensure_home`: if the user has no home folder, it refuses '~' in a path.
+    # `ensure_home` sets HOME to a temporary folder.
+    ensure_home()
+    nodes = nodes_for(config, args, heartbeat)
+    with heartbeat.during("checking the models"):
+        config = _with_models(config, heartbeat)
+        check_models(config)
         config = _with_datasets(config, heartbeat)
         check_cache(config)
-    return config
+    return config, nodes
 
 
 def _with_models(config: Config, heartbeat: Heartbeat) -> Config:
     from rltrain.run.hub_models import fetch_models
 
-    ensure_home()  # Downloads from the Hugging Face hub are cached in the home folder.
     return fetch_models(config, heartbeat)
 
 
@@ -229,7 +239,7 @@ def _traceback() -> str:
         return f"The traceback cannot be shown ({described(error)})"
 
 
-def run(config: Config, args: Args, heartbeat: Heartbeat, lock: RunLock) -> int:
+def run(config: Config, args: Args, nodes: "list[Node]", heartbeat: Heartbeat, lock: RunLock) -> int:
     """Load the data, print the plan of the run, train, print a summary, and return the exit status.
 
     If the command line asks only for the plan of the run or for a check of the nodes, no workers are started and no
@@ -241,8 +251,6 @@ def run(config: Config, args: Args, heartbeat: Heartbeat, lock: RunLock) -> int:
     from rltrain.trajectories.token_rewards import with_all_knobs
 
     console = heartbeat.console
-    # A cluster with a fault is reported before the libraries that load the data are imported, which takes seconds.
-    nodes = nodes_for(config, args, heartbeat)
     tokenizer, stop_ids, prompts, evaluations, environments = load(config, heartbeat)
     config = with_epochs_as_steps(config, len(prompts))
     with heartbeat.during("looking for a checkpoint"):

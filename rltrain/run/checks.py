@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rltrain.base.cache_folder import cache_root
 from rltrain.base.cpu_threads import cpu_cores
 from rltrain.base.errors import ConfigError, described
 from rltrain.base.storage import Folder, absolute, local_path
@@ -81,7 +82,7 @@ def check(config: Config, fetch: Callable[[Config], Config] = lambda config: con
     """
     check_without_models(config)
     config = fetch(config)
-    _check_models(config)
+    check_models(config)
     return config
 
 
@@ -109,7 +110,7 @@ def check_without_models(config: Config) -> None:
         _check_machine(config)
 
 
-def _check_models(config: Config) -> None:
+def check_models(config: Config) -> None:
     """Check that the model, the reward models and the teachers fit the other settings in the config."""
     if config.model.path != BUILTIN_MODEL:
         check_directory(config.model.path)
@@ -269,7 +270,7 @@ def check_cache(config: Config) -> None:
         ConfigError: the cache folder of rltrain (`RLTRAIN_CACHE`) cannot be written to.
     """
     if config.model.path == BUILTIN_MODEL:
-        from rltrain.tasks.tiny_model import cache_root, start_path
+        from rltrain.tasks.tiny_model import start_path
 
         where, start = f"RLTRAIN_CACHE={cache_root()}", start_path(builtin_task(config))
         if not local_path(str(start), where).exists():

@@ -6,7 +6,6 @@ from typing import Any
 
 from rltrain.data.hub import HubName, fetch, hub_name
 from rltrain.data.model_weights import BUILTIN_MODEL
-from rltrain.monitoring.console import downloading
 from rltrain.monitoring.heartbeat import Heartbeat
 from rltrain.settings.distillation_config import TEACHER_KEY
 from rltrain.settings.reward_config import REWARD_MODEL_KEY
@@ -37,6 +36,8 @@ def fetch_models(config: Config, heartbeat: Heartbeat) -> Config:
 
         kept = _commits(saved_values(config.trainer))
     for key, name in wanted.items():
+        from rltrain.monitoring.console import downloading  # This import is slow, and most runs download no model.
+
         commit = kept.get((key, name.model))
         chosen = name if name.revision or commit is None else HubName(name.model, commit)
         with downloading(heartbeat, str(chosen)) as on_bytes:

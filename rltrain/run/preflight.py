@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rltrain.base.cache_folder import cache_root
 from rltrain.base.errors import ConfigError
 from rltrain.base.storage import Folder
 from rltrain.base.storage import absolute as absolute_url
@@ -294,8 +295,6 @@ def _room(config: Config, facts: Sequence[NodeFacts]) -> Iterator[CheckResult]:
 
 def _shared_folders(config: Config) -> dict[str, Path]:
     """Return the folders that all nodes must share, in a dict with keys such as `trainer.output_dir=PATH`."""
-    from rltrain.tasks.tiny_model import cache_root
-
     trainer = config.trainer
     folders = {f"trainer.output_dir={trainer.output_dir}": output_folder(trainer)}
     checkpoints = Folder(absolute_url(trainer.checkpoint_dir))

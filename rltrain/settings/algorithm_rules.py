@@ -155,7 +155,7 @@ def _tiny_column(name: str, components: int) -> Any:
     """
     import torch
 
-    from rltrain.batch.data_proto import COLUMNS
+    from rltrain.batch.column_families import COLUMNS
 
     if name in ("response_mask", "selected"):
         return torch.ones(2, 2, dtype=torch.bool)
@@ -175,7 +175,7 @@ def _tiny_column(name: str, components: int) -> Any:
 def _check_columns(algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError if the estimator or the loss reads a batch column that the run does not have."""
     from rltrain.algorithms import required_columns
-    from rltrain.batch.data_proto import COLUMNS
+    from rltrain.batch.column_families import COLUMNS
 
     for name in sorted(required_columns(algorithm.advantage_estimator, algorithm.loss_mode) - {"log_probs"}):
         require(

@@ -7,7 +7,6 @@ the same on one machine.
 import contextlib
 import hashlib
 import logging
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from rltrain import environments, tasks
+from rltrain.base.cache_folder import cache_root
 from rltrain.tasks.base import Example, Imitated
 from rltrain.tasks.tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE
 
@@ -121,17 +121,6 @@ def start_path(task: Imitated, *, seed: int = 0, steps: int = STEPS) -> Path:
     `start_path` does not create the model's directory, which may not exist yet.
     """
     return cache_root() / "starts" / f"{task.name}-{seed}-{_recipe_hash(task, seed=seed, steps=steps)}"
-
-
-def cache_root() -> Path:
-    """Return the path of the cache directory, which holds only files that can be created again.
-
-    The cache directory is not created, and may not exist yet.
-    """
-    if own := os.environ.get("RLTRAIN_CACHE"):
-        return Path(own)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "rltrain"
 
 
 def messy_batch(

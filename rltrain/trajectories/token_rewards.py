@@ -32,8 +32,9 @@ from rltrain.algorithms import (
 )
 from rltrain.algorithms.ratio import safe_log_ratio
 from rltrain.base.errors import EstimatorError, NumericsError, described
+from rltrain.batch.column_families import COLUMNS
 from rltrain.batch.contexts import EXPERTS
-from rltrain.batch.data_proto import COLUMNS, DataProto, offsets_of, positions
+from rltrain.batch.data_proto import DataProto, offsets_of, positions
 from rltrain.batch.sampled_tokens import sampled_lengths, sampled_tokens
 from rltrain.batch.token_arrays import NOT_RECORDED
 from rltrain.settings.algorithm_config import AlgorithmConfig, KLInRewardConfig

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rltrain.base.cache_folder import cache_root
 from rltrain.tasks import TASKS
 from rltrain.tasks import tiny_model as recipe
 from rltrain.tasks.median import solve
@@ -49,7 +50,7 @@ def rambling_start() -> Path:
     The first call makes the model, which takes a minute or two.
     """
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    path = recipe.cache_root() / "starts" / f"rambling-{version}"
+    path = cache_root() / "starts" / f"rambling-{version}"
     if not path.exists():
         task = dataclasses.replace(TASKS["median"], mess=mess, max_response_length=TAUGHT)
         with recipe._own_random_state(0), recipe._threads(recipe.THREADS):

@@ -64,6 +64,9 @@ class Host:
         self.hosts_file = folder / f"{self.name}.hosts"
         self.hosts_file.write_text(f"127.0.0.1 localhost\n{names}")
         os.makedirs("/tmp/ray", exist_ok=True)
+        for left in (("netns", "del", self.name), ("link", "del", self.end)):
+            with contextlib.suppress(RuntimeError):  # A killed earlier test may have left the host behind.
+                _ip(*left)
         _ip("netns", "add", self.name)
         _ip("link", "add", self.end, "type", "veth", "peer", "name", "eth0", "netns", self.name)
         _ip("link", "set", self.end, "master", BRIDGE, "up")

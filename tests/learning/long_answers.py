@@ -11,9 +11,10 @@ import hashlib
 import random
 from pathlib import Path
 
+from rltrain.base.cache_folder import cache_root
 from rltrain.tasks import TASKS
 from rltrain.tasks.base import Task
-from rltrain.tasks.tiny_model import cache_root, make_start
+from rltrain.tasks.tiny_model import make_start
 
 COPIES = 20
 LIMIT = COPIES * 10 + 4  # An answer and its end token have COPIES * 10 + 3 tokens, one less than the limit.

@@ -23,8 +23,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from rltrain.algorithms import full_kl
 from rltrain.algorithms.ratio import as_float
 from rltrain.base import trace
+from rltrain.batch.column_families import COLUMNS
 from rltrain.batch.contexts import contexts_of, experts_of
-from rltrain.batch.data_proto import COLUMNS, DataProto, positions
+from rltrain.batch.data_proto import DataProto, positions
 from rltrain.batch.jagged import ranges
 from rltrain.batch.prefix_tree import distinct_tokens
 from workers.cluster.progress import tick

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rltrain.base.cache_folder import cache_root
 from rltrain.tasks import TASKS, tiny_model
-from rltrain.tasks.tiny_model import IGNORED, cache_root, cached_start, make_start, messy_batch
+from rltrain.tasks.tiny_model import IGNORED, cached_start, make_start, messy_batch
 from rltrain.tasks.tokenizer import EOS_ID, PAD_ID
 
 MEDIAN = TASKS["median"]
