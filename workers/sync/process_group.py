@@ -414,7 +414,7 @@ def _joined(plan: GroupPlan, rank: int, agree: Callable[[Exception | None], None
         return Member(plan, rank)
     except Exception as error:
         agree(error)
-        raise
+        raise  # `agree` has already raised `error`, which type checkers do not know.
 
 
 def receive_buckets(plan: GroupPlan, engine: int, load: Callable[[Bucket], None]) -> None:
