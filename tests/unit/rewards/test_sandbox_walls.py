@@ -15,6 +15,7 @@ from rltrain.monitoring.heartbeat import Heartbeat
 from rltrain.rewards import sandbox
 from rltrain.rewards.sandbox import run
 from rltrain.run import checks
+from rltrain.run.memory.facts import machine
 from rltrain.settings.command_line import Args
 from rltrain.settings.compose import compose
 
@@ -177,7 +178,7 @@ def test_the_driver_says_once_what_the_weak_form_allows(
     monkeypatch.setattr(main, "resolved_yaml", stop)
     config = config_of(f"placement={placement}", "rollout=hf", f"trainer.output_dir={tmp_path}/out")
     with caplog.at_level(logging.WARNING), pytest.raises(Reached):
-        main.run(config, Args("run", []), Heartbeat(Console(quiet=True)), None)
+        main.run(config, Args("run", []), [machine()], Heartbeat(Console(quiet=True)), None)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: reward function 'code': sandbox: model-written code runs with limits")
     assert "because bwrap is not installed" in line
