@@ -217,13 +217,7 @@ class RolloutPool:
                     continue
                 ranks, version, check = self._source
                 try:
-                    if await self._sync([replica], ranks, version, check=check):
-                        logger.warning(
-                            "rollout replica %d serves%s, with weights of version %d",
-                            replica.number,
-                            " again" if replica.room is None else "",
-                            version,
-                        )
+                    await self._sync([replica], ranks, version, check=check)
                 except WorkerLost:
                     if not any(rank.process.how_lost for rank in ranks):
                         raise
@@ -254,6 +248,7 @@ class RolloutPool:
         self.make_room(f"rollout replica {replica.number}")
         when = " after the update" if self.asleep else ""
         logger.warning("rollout replica %d %s: another process replaces it%s", replica.number, how, when)
+        replica.announced = True
         self.changes.notify()
         if self._settled is not None:
             await self._settled()
@@ -279,6 +274,7 @@ class RolloutPool:
             if settled():
                 break
         logger.warning("rollout replica %d starts, because the cluster has room for it", replica.number)
+        replica.announced = True
 
     def make_room(self, whom: str) -> None:
         """End all optional replicas, to free their CPUs and GPUs for a process that the run needs.
@@ -341,6 +337,12 @@ class RolloutPool:
             # A replica serves only if the process that received the weights is still alive and has not been replaced.
             if replica.role is role and replica.ready:
                 replica.state, replica.asleep = ReplicaState.SERVING, False
+                if replica.announced:
+                    again = " again" if replica.room is None else ""
+                    logger.warning(
+                        "rollout replica %d serves%s, with weights of version %d", replica.number, again, version
+                    )
+                    replica.announced = False
         return True
 
     def _resume(self) -> None:

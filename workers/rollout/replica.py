@@ -94,6 +94,7 @@ class Replica:
     Attributes:
         running: Keys of the requests to the replica that have no answer yet.
         asleep: Whether the engine has released its device memory.
+        announced: Whether a message has said that a process starts for the replica, and none yet that it serves.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Replica:
     ) -> None:
         self.number, self.start_timeout_s, self.room, self._start = number, start_timeout_s, room, start
         self.running: set[tuple[int, ...]] = set()
-        self._aborts, self.state, self.asleep = 0, ReplicaState.DEAD, False
+        self._aborts, self.state, self.asleep, self.announced = 0, ReplicaState.DEAD, False, False
         if room is None:
             self._begin()
 
