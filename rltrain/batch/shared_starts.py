@@ -49,7 +49,7 @@ class SharedStarts:
 
     @functools.cached_property
     def _starts_before(self) -> list[int]:
-        """Return for each place the number of places up to it whose row shares no tokens with the row before.
+        """Return for each place how many groups of rows that share tokens have begun at this place or before it.
 
         Rows at two places can share tokens only if these numbers are equal.
         """

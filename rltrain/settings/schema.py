@@ -1073,7 +1073,7 @@ class Config:
         )
 
     def _require_one_offload(self) -> None:
-        """Raise ConfigError if the optimizer's moments would be moved to CPU memory twice."""
+        """Raise ConfigError if two settings keep the moments of one optimizer in CPU memory."""
         for name, role in (("actor", self.actor), ("critic", self.critic)):
             require(
                 not (self.model.cpu_offload and role.offload_optimizer),

@@ -41,7 +41,7 @@ def checksum_on_gpu(data: Tensor) -> int:
     """Return `checksum(data)`, computed by PyTorch on the device of `data`."""
     whole = len(data) // 8 * 8
     words = data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()
-    # A sum of int64 and a sum of uint64 are equal modulo 2**64.
+    # The same 64-bit words have the same sum modulo 2**64, whether they are read as int64 or as uint64.
     return int(words.view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)) % 2**64
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_BYTES = "bytes"  # Key of the JSON object that stands for a bytes object.
+_BYTES = "bytes"  # JSON has no bytes, so bytes are written as a JSON object with this key.
 
 
 def own_gpu() -> str | None:

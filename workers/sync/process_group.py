@@ -197,7 +197,7 @@ class Member:
         if self.gpu_group is None:
             self._send(data, to)
         elif data.numel():
-            _wait_for_gpu(self.gpu_group.send([data], to, BUCKET_TAG))
+            _wait_for_transfer(self.gpu_group.send([data], to, BUCKET_TAG))
         self._send(probes, to)
 
     def lend(self, bucket: Bucket, to: Sequence[int]) -> None:
@@ -230,7 +230,7 @@ class Member:
         if self.gpu_group is None:
             self._receive(data, sender)
         elif data.numel():
-            _wait_for_gpu(self.gpu_group.recv([data], sender, BUCKET_TAG))
+            _wait_for_transfer(self.gpu_group.recv([data], sender, BUCKET_TAG))
         self._receive(probes, sender)
         return decoded(header.numpy(), data, probes.numpy())
 
@@ -325,7 +325,7 @@ def nccl_group(store: PrefixStore, number: int, size: int) -> Any:
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Make a process group that is created in the `with` block leave its process alive if a transfer fails.
+    """Let a process survive failed transfers of a process group that it creates in the `with` block.
 
     By default, a thread of the process group ends the process after a failed transfer. A training rank must outlive an
     engine on another machine.
@@ -342,7 +342,7 @@ def _without_watchdog() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _wait_for_gpu(work: Any) -> None:
+def _wait_for_transfer(work: Any) -> None:
     """Wait for the end of a transfer between GPUs. The transfer's own method `wait` does not wait for the GPU."""
     while not work.is_completed():
         time.sleep(POLL_S)

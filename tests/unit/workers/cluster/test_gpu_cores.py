@@ -7,7 +7,7 @@ import pytest
 from workers.cluster import gpu_cores
 from workers.cluster.gpu_cores import cores_near, stay_near_gpus
 
-# The upper case of the NVIDIA driver's file system differs from the lower case of the PCI bus's file system.
+# The paths of the NVIDIA driver have upper-case letters, and those of the PCI bus have lower-case letters.
 LISTS = {"0000:1B:00.0": "0-3,16-19", "0000:43:00.0": "0-3,16-19", "0000:89:00.0": "4-7,20", "0000:C3:00.0": "9"}
 
 
@@ -23,7 +23,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def bound(monkeypatch):
-    """Return the list of the core sets to which a process with cores 0 to 8 is bound."""
+    """Let this process use the cores 0 to 8, and return a list to which each binding adds its set of cores."""
     found: list[set[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: found.append(cores))

@@ -76,7 +76,7 @@ class AsyncCore:
         self.core.note("resume")
 
     async def update_weight_version(self, version):
-        """Accept the version also while generation is paused, as AsyncLLM does."""
+        """Do nothing. Like AsyncLLM, this fake accepts a new version while generation is paused."""
 
     def shutdown(self):
         self.core.note("shutdown")

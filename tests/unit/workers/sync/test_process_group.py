@@ -70,7 +70,7 @@ class Ranks:
         self.barrier, self.failures = threading.Barrier(count, timeout=LIMIT_S), []
 
     def agree(self, failure):
-        """Do what `workers.sync.sender.agree` does."""
+        """Raise an exception in all threads if one passes a failure, as `sender.raise_on_all_ranks` does for ranks."""
         if failure is not None:
             self.failures.append(failure)
         self.barrier.wait()
@@ -155,7 +155,7 @@ HANDLES = {"transport": "device_handles"}
 
 
 def whole_bucket(number, rank):
-    """Return bucket `number` as a rank has it after the ranks have gathered all rows."""
+    """Return bucket `number` with all rows, as a rank writes it when the ranks gather whole tensors."""
     return part(number, 0, 1)
 
 
@@ -174,7 +174,7 @@ def test_with_device_handles_each_engine_reads_all_buckets_in_the_memory_of_its_
 
 
 def test_a_rank_does_not_free_a_bucket_before_each_engine_has_loaded_it(store):
-    """The rank may write one bucket ahead, while the engines load the bucket before."""
+    """While the engines load a bucket, the rank may already write the next bucket."""
     written, loaded = [], {0: 0, 1: 0}
 
     def write(number, rank):
@@ -193,7 +193,7 @@ def test_a_rank_does_not_free_a_bucket_before_each_engine_has_loaded_it(store):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_if_an_engine_fails_all_ranks_give_up_before_the_same_bucket(store, failing):
-    """A rank that alone went on would wait in a collective operation for the ranks that have given up."""
+    """If only one rank went on, it would wait in a collective operation for ranks that have given up."""
     written = {0: [], 1: [], 2: []}
 
     def write(number, rank):
