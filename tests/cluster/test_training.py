@@ -125,5 +125,5 @@ def test_an_engine_of_two_shards_gets_the_weights_of_ranks_on_other_hosts(cluste
     )  # fmt: skip
     found = rows(output)
     assert [row["step"] for row in found] == [1, 2]
-    # The engine samples with the weights of the actor, so both compute the same log-probs (E1).
+    # The engine samples with the weights of the actor, so both compute the same log-probs.
     assert all(row["actor/engine_gap"] < 1e-5 for row in found)

@@ -267,7 +267,7 @@ class Member:
         """
         with waiting():
             while not wait([future], timeout=LOOK_S).done:
-                self._look()
+                self.raise_if_given_up()
         tick()
         try:
             return future.result()
@@ -277,7 +277,8 @@ class Member:
             closed = f"another process of the weight sync closed its connection ({described(error)})"
             raise SyncStopped(closed) from error
 
-    def _look(self) -> None:
+    def raise_if_given_up(self) -> None:
+        """Raise SyncStopped if the weight sync was marked as failed, or if the store cannot be reached."""
         try:
             if not self.store.check([GIVEN_UP]):
                 return
@@ -450,7 +451,12 @@ def receive_buckets(plan: GroupPlan, engine: int, load: Callable[[Bucket], None]
             bucket = member.result(coming)
             if number + 1 < plan.buckets:
                 coming = member.begin(partial(transfer, number + 1))
-            load(bucket)
+            try:
+                load(bucket)
+            except SyncError:
+                if plan.lends:
+                    member.raise_if_given_up()  # A partner that gave up has removed the file of this bucket.
+                raise
             if plan.lends:
                 member.result(member.begin(partial(member.acknowledge, plan.partners[engine])))
     if plan.transport == "nccl":

@@ -223,6 +223,24 @@ def test_a_failure_of_one_rank_stops_the_others_before_the_next_bucket(store):
     assert all(isinstance(outcomes[member], SyncStopped) for member in (0, 2, 3))
 
 
+def test_an_engine_that_fails_after_a_rank_gave_up_is_not_reported_as_the_cause(store):
+    """A rank that gives up removes the file that an engine may be about to read."""
+    run = None
+
+    def write(number, rank):
+        if (number, rank) == (2, 1):
+            raise ValueError("a bug")
+        return whole_bucket(number, rank)
+
+    def load(place, number):
+        if (place, number) == (0, 1):
+            run.threads[1].join(LIMIT_S)
+            raise SyncError("the file is gone")
+
+    run = Run(plan_of(store, 2, 2, partners=(0, 1), **HANDLES), write=write, load=load, agree=Ranks(2).agree)
+    assert [type(outcome) for outcome in run.done()] == [SyncStopped, ValueError, SyncStopped, SyncStopped]
+
+
 def test_with_nccl_the_bytes_of_buckets_go_only_through_the_group_of_the_gpus(store, monkeypatch):
     """A second gloo group stands for the group of the GPUs, which a machine without GPUs cannot form."""
     moved = []
