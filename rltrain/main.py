@@ -690,7 +690,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, Prom
         for function in config.reward.functions:
             try:
                 called = load_function(function.path)
-                check_columns(called, function.name, source.columns, function.kwargs, nulls=nulls)
+                check_columns(called, function.name, source.columns, function.kwargs, nulls=nulls, where=source.where)
             except ConfigError as error:
                 own = "; to use a function of your own, set reward.functions=[FILE.py:FUNCTION]"
                 is_default = function.path.startswith("rltrain.rewards.final_answer")

@@ -194,6 +194,7 @@ def check_columns(
     kwargs: Mapping[str, Any] = MappingProxyType({}),
     *,
     nulls: Collection[str] = (),
+    where: str = "the data",
 ) -> None:
     """Check that data and options provide all arguments of a reward function, and that the function takes all options.
 
@@ -203,6 +204,7 @@ def check_columns(
         columns: names of the data's columns, apart from `prompt`.
         kwargs: the options that the config sets for the function, by name.
         nulls: names of the data's columns that are null in every row.
+        where: name of the data in error messages, such as "data.val=FILE".
 
     Raises:
         ConfigError: a column is missing or null in every row, an option is unknown, the function takes its arguments
@@ -239,14 +241,14 @@ def check_columns(
         missing = required and parameter.default is inspect.Parameter.empty
         if missing and parameter.name not in given:
             raise ConfigError(
-                f"reward function '{name}' needs a column '{parameter.name}' that the data does not have; the columns "
-                f"are {', '.join(there)}{_meant(parameter.name, there)}; rename the parameter, give it a default, add "
-                "the column to the data, or set it in kwargs"
+                f"reward function '{name}' needs a column '{parameter.name}' that {where} does not have; the "
+                f"columns are {', '.join(there)}{_meant(parameter.name, there)}; rename the parameter, give "
+                "it a default, add the column to the data, or set it in kwargs"
             )
         if missing and parameter.name in nulls and parameter.name not in kwargs:
             raise ConfigError(
-                f"reward function '{name}' needs the column '{parameter.name}', which is null in every row of the "
-                "data; fill the column, or give the parameter a default"
+                f"reward function '{name}' needs the column '{parameter.name}', which is null in every row of "
+                f"{where}; fill the column, or give the parameter a default"
             )
     choices = one_of(function)
     if choices and not ({*columns, *kwargs} - {*nulls}).intersection(choices):

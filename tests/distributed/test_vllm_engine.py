@@ -15,31 +15,22 @@ import pytest
 import pytest_asyncio
 import ray
 import torch
-from ranks import built, load, on
+from engines import TOLERANCE, answers, buckets, check_each_token, model_log_probs, new_engine, requests, shaken
+from ranks import load, on
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from rltrain.base.errors import ConfigError, SyncError, WorkerLost
-from rltrain.base.random_streams import stream_seed
-from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from workers.cluster.leftovers import shared_files
 from workers.cluster.processes import Role
-from workers.placement import ENGINE, spawner
 from workers.rollout.messages import Completion, Request
 from workers.rollout.worker import RolloutWorker
-from workers.sync.buckets import Bucket, join
-from workers.sync.sender import Sender
+from workers.sync.buckets import Bucket
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here", "process_group")]
 WEIGHTS = "model.safetensors"
 PROMPT = char_tokenizer()("2299907=")["input_ids"]
-
-
-async def new_engine(path: str, *overrides: str) -> Role[RolloutWorker]:
-    config, _ = compose(list(overrides))
-    process = spawner(config, "rollout replica", 1)(0)
-    return (await built([process], "rollout", ENGINE, config, path, [EOS_ID], threaded=True))[0]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -52,21 +43,8 @@ async def engine(ray_here, start, tmp_path_factory):
     return await new_engine(str(path))
 
 
-async def answers(engine: Role[RolloutWorker], requests: list[Request]) -> dict[tuple[int, int], Completion]:
-    await engine.call(RolloutWorker.submit, requests)
-    found: dict[tuple[int, int], Completion] = {}
-    while len(found) < len(requests):
-        found |= {answer.key: answer for answer in await engine.call(RolloutWorker.poll, 5.0)}
-    return found
-
-
-def requests(count: int, *, temperature: float = 1.0, seed: int = 0, uid: int = 0, prompt=PROMPT) -> list[Request]:
-    return [Request((uid, n), prompt, temperature, 16, stream_seed(seed, uid, n)) for n in range(count)]
-
-
-def buckets(model: torch.nn.Module, version: int = 1) -> list[Bucket]:
-    sender = Sender(model, version=version, dtype="float32", check=True)
-    return [join([sender.write(number, None)]) for number in range(len(sender.layout))]
+def asks(count: int, *, prompt=PROMPT, **kwargs) -> list[Request]:
+    return requests(prompt, count, **kwargs)
 
 
 def disguised(sent: list[Bucket], name: str, factor: float) -> list[Bucket]:
@@ -76,22 +54,6 @@ def disguised(sent: list[Bucket], name: str, factor: float) -> list[Bucket]:
             replace(p, probe=p.probe + factor * abs(p.probe).max()) if p.name == name else p for p in bucket.pieces
         ]
     return sent
-
-
-def shaken(start: str, scale: float, seed: int = 0) -> torch.nn.Module:
-    model = AutoModelForCausalLM.from_pretrained(start)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.data += scale * torch.randn(parameter.shape, generator=generator)
-    return model
-
-
-def trainer_log_probs(model: torch.nn.Module, request: Request, answer: Completion) -> torch.Tensor:
-    ids = torch.tensor([[*request.prompt_ids, *answer.token_ids]])
-    with torch.no_grad():
-        log_softmax = (model(ids).logits[0].double() / request.temperature).log_softmax(-1)
-    predicting = log_softmax[len(request.prompt_ids) - 1 : -1]
-    return predicting.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
 
 
 def resolved(engine: Role, request: Request) -> dict[str, Any]:
@@ -114,11 +76,11 @@ def resolved(engine: Role, request: Request) -> dict[str, Any]:
 async def test_E1_engine_log_probs_are_log_softmax_of_logits_over_temperature(engine, start, temperature):
     model = AutoModelForCausalLM.from_pretrained(start)
     await load(engine, buckets(model))
-    asked = requests(16, temperature=temperature)
+    asked = asks(16, temperature=temperature)
     got = await answers(engine, asked)
     for request in asked:
-        expected = trainer_log_probs(model, request, got[request.key])
-        assert torch.allclose(torch.tensor(got[request.key].log_probs).double(), expected, atol=1e-4)
+        expected = model_log_probs(model, request, got[request.key])
+        assert torch.allclose(torch.tensor(got[request.key].log_probs).double(), expected, atol=TOLERANCE)
 
 
 async def test_E2_the_engine_resolved_the_configured_sampling_and_nothing_of_the_models_own(engine):
@@ -132,7 +94,7 @@ async def test_E2_the_engine_resolved_the_configured_sampling_and_nothing_of_the
 
 async def test_E3_B4_ids_go_in_and_out_as_ids_and_only_a_generated_end_token_ends_an_answer(engine):
     odd = [0, EOS_ID, 7, 127, 50]  # the tokenizer encodes no text as these token ids
-    got = await answers(engine, requests(64, prompt=odd))
+    got = await answers(engine, asks(64, prompt=odd))
     assert all(len(a.token_ids) == len(a.log_probs) == len(a.versions) for a in got.values())
     for answer in got.values():
         ended = answer.token_ids[-1] == EOS_ID
@@ -188,7 +150,7 @@ async def test_E6_after_a_sync_a_prompt_decodes_as_in_a_fresh_engine_with_those_
     for file in Path(start).iterdir():
         if not (tmp_path / file.name).exists():
             shutil.copy(file, tmp_path)
-    asked = [*requests(8, seed=3), Request((1, 0), PROMPT, 0.0, 16, 0)]
+    asked = [*asks(8, seed=3), Request((1, 0), PROMPT, 0.0, 16, 0)]
     before = await answers(engine, asked)  # the prefix cache now contains keys and values of the old weights
     await load(engine, buckets(new, version=6))
     synced, fresh = await answers(engine, asked), await answers(await new_engine(str(tmp_path)), asked)
@@ -229,7 +191,7 @@ async def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_i
     """
     models = {20: AutoModelForCausalLM.from_pretrained(start), 21: shaken(start, 0.05, seed=11)}
     same = AutoModelForCausalLM.from_pretrained(start)
-    asked = [*requests(24, temperature=1.5, seed=8), *requests(1, temperature=0.6, uid=1)]
+    asked = [*asks(24, temperature=1.5, seed=8), *asks(1, temperature=0.6, uid=1)]
 
     async def interrupted(sent):
         await load(engine, buckets(models[20], version=20))
@@ -272,7 +234,7 @@ async def test_with_a_kept_cache_the_rest_of_an_answer_attends_to_keys_and_value
     lengths = ("rollout.max_prompt_length=40", "rollout.max_response_length=16")
     engine = await new_engine(start, "rollout.keep_kv_cache=true", "trainer.max_staleness=1", *lengths)
     prompt = PROMPT * 5  # The first 32 tokens fill a block of the prefix cache.
-    asked = requests(12, temperature=1.5, seed=8, prompt=prompt)
+    asked = asks(12, temperature=1.5, seed=8, prompt=prompt)
     await load(engine, buckets(models[20], version=20))
     found, differs = await with_sync_after_four_tokens(engine, asked, buckets(models[21], version=21)), 0.0
     for request in asked:
@@ -280,7 +242,7 @@ async def test_with_a_kept_cache_the_rest_of_an_answer_attends_to_keys_and_value
         expected = log_probs_with_kept_cache(models, request, answer)
         assert answer.log_probs == pytest.approx(expected, abs=1e-3)
         if set(answer.versions) == {20, 21}:
-            recomputed = trainer_log_probs(models[21], request, answer)
+            recomputed = model_log_probs(models[21], request, answer)
             differs = max(differs, abs(float(recomputed[-1]) - answer.log_probs[-1]))
     assert differs > 1e-2, "a recomputed cache would give the same log-probs"
     again = await answers(engine, asked)
@@ -290,16 +252,9 @@ async def test_with_a_kept_cache_the_rest_of_an_answer_attends_to_keys_and_value
     await engine.call(RolloutWorker.close)
 
 
-def check_each_token(models: dict[int, torch.nn.Module], request: Request, answer: Completion) -> None:
-    """Check each token's log-prob, given all earlier tokens, against the weights of the token's version."""
-    by_version = {version: trainer_log_probs(models[version], request, answer) for version in set(answer.versions)}
-    expected = [float(by_version[version][place]) for place, version in enumerate(answer.versions)]
-    assert answer.log_probs == pytest.approx(expected, abs=1e-4)
-
-
 async def test_E8_samples_have_their_own_streams_and_a_seed_reproduces_them(engine):
-    first, again = await answers(engine, requests(32)), await answers(engine, requests(32))
-    other = await answers(engine, requests(32, seed=1))
+    first, again = await answers(engine, asks(32)), await answers(engine, asks(32))
+    other = await answers(engine, asks(32, seed=1))
     texts = [tuple(a.token_ids) for a in first.values()]
     assert len(set(texts)) > 20
     assert texts == [tuple(again[key].token_ids) for key in first]
@@ -308,7 +263,7 @@ async def test_E8_samples_have_their_own_streams_and_a_seed_reproduces_them(engi
 
 async def test_more_prompt_tokens_than_fit_one_engine_step_are_answered(engine):
     prompts = char_tokenizer()("0123456789012345")["input_ids"]
-    got = await answers(engine, [r for uid in range(20) for r in requests(40, uid=uid, prompt=prompts)])
+    got = await answers(engine, [r for uid in range(20) for r in asks(40, uid=uid, prompt=prompts)])
     assert len(got) == 800
 
 
@@ -327,14 +282,12 @@ async def weights_in_the_middle(engine: Role[RolloutWorker], models: dict[int, t
     """
     first, second = (buckets(model, version=version) for version, model in models.items())
     for attempt in range(20):
-        asked = requests(16, temperature=1.5, seed=attempt)
+        asked = asks(16, temperature=1.5, seed=attempt)
         await load(engine, first)
         await engine.call(RolloutWorker.submit, asked)
         await asyncio.sleep(0.01 * (attempt + 1))
         await load(engine, second)
-        found: dict[tuple[int, int], Completion] = {}
-        while len(found) < len(asked):
-            found |= {answer.key: answer for answer in await engine.call(RolloutWorker.poll, 5.0)}
+        found = await answers(engine, [], count=len(asked))
         for request in asked:
             check_each_token(models, request, found[request.key])
         if any(len(set(answer.versions)) == 2 for answer in found.values()):
@@ -348,7 +301,7 @@ async def test_the_engine_in_processes_of_its_own_answers_syncs_and_checks_like_
     """Test AsyncLLM with two tensor-parallel shards on the CPU, because runs on GPUs use AsyncLLM."""
     apart = await new_engine(start, "rollout.vllm.process=async", "rollout.vllm.tensor_parallel_size=2")
     new = shaken(start, 0.05, seed=9)
-    asked = requests(8, seed=2)
+    asked = asks(8, seed=2)
     for target in (engine, apart):
         await load(target, buckets(new, version=8))
     here, there = await answers(engine, asked), await answers(apart, asked)

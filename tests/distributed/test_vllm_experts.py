@@ -7,23 +7,18 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from ranks import built, load, on
+from engines import TOLERANCE, adapted, adapter_buckets, buckets, log_prob_gap, new_engine, shaken
+from ranks import load, on
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rltrain.base.errors import SyncError
-from rltrain.base.random_streams import stream_seed
-from rltrain.settings.compose import compose
 from rltrain.settings.schema import LoRAConfig
 from rltrain.tasks.tokenizer import char_tokenizer
 from tests.attention_families import FAMILIES
 from workers.cluster.processes import Role
-from workers.models.lora import adapt
-from workers.placement import ENGINE, spawner
-from workers.rollout.messages import Completion, Request
 from workers.rollout.worker import RolloutWorker
-from workers.sync.buckets import Bucket, join
-from workers.sync.sender import AdapterSender, Sender
+from workers.sync.buckets import Bucket
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.usefixtures("ray_here", "process_group"), pytest.mark.asyncio(loop_scope="module")
@@ -46,59 +41,26 @@ def saved(folder: Path, family: str) -> str:
     return str(folder)
 
 
-def shaken(path: str, seed: int = 1) -> torch.nn.Module:
-    model = AutoModelForCausalLM.from_pretrained(path)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return model
-
-
-def buckets(model: torch.nn.Module, kind: type[Sender] = Sender) -> list[Bucket]:
-    sender = kind(model, version=1, dtype="float32", check=True)
-    return [join([sender.write(number, None)]) for number in range(len(sender.layout))]
-
-
-async def new_engine(path: str) -> Role[RolloutWorker]:
-    overrides = ["rollout.max_prompt_length=64", "rollout.max_response_length=32"]
-    config, _ = compose(overrides)
-    process = spawner(config, "rollout replica", 1)(0)
-    return (await built([process], "rollout", ENGINE, config, path, [2], threaded=True))[0]
+async def small_engine(path: str) -> Role[RolloutWorker]:
+    lengths = "rollout.max_prompt_length=64", "rollout.max_response_length=32"
+    return await new_engine(path, *lengths, stop_ids=[2])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=MIXTURES)
 async def mixture(request, ray_here, tmp_path_factory):
     """Return an engine with a tiny model of a family, and the model's directory."""
     path = saved(tmp_path_factory.mktemp(request.param), request.param)
-    return await new_engine(path), path
-
-
-async def log_prob_gap(engine: Role[RolloutWorker], model: torch.nn.Module) -> float:
-    """Return the largest difference between the log-probs of an engine's answers and those of a model."""
-    requests = [Request((0, n), PROMPT, 1.0, 16, stream_seed(0, 0, n)) for n in range(4)]
-    await engine.call(RolloutWorker.submit, requests)
-    found: list[Completion] = []
-    while len(found) < len(requests):
-        found += await engine.call(RolloutWorker.poll, 5.0)
-    return max(gap(answer, model) for answer in found)
-
-
-@torch.no_grad()
-def gap(answer: Completion, model: torch.nn.Module) -> float:
-    ids = torch.tensor([[*PROMPT, *answer.token_ids]])
-    log_probs = model(ids, use_cache=False).logits[0].log_softmax(-1)[len(PROMPT) - 1 : -1]
-    expected = log_probs.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
-    return float((torch.tensor(answer.log_probs) - expected).abs().max())
+    return await small_engine(path), path
 
 
 async def test_E1_E5_after_each_verified_sync_the_engine_computes_with_the_experts_of_the_trainer(mixture):
     engine, path = mixture
     for seed in (1, 2):
-        model = shaken(path, seed)
+        model = shaken(path, 0.05, seed)
         await load(engine, buckets(model))
-        assert await log_prob_gap(engine, model) < 1e-4
+        assert await log_prob_gap(engine, model, PROMPT) < TOLERANCE
     # The log-probs of other weights are different.
-    assert await log_prob_gap(engine, shaken(path, 1)) > 1e-2
+    assert await log_prob_gap(engine, shaken(path, 0.05, 1), PROMPT) > 1e-2
 
 
 def changed(sent: list[Bucket], name: str, rows: slice) -> list[Bucket]:
@@ -138,21 +100,10 @@ async def test_the_router_and_every_other_tensor_are_checked_too(mixture):
 
 async def test_E5_adapters_of_attention_layers_are_merged_beside_experts(mixture):
     engine, path = mixture
-    model = shaken_adapters(path)
-    await load(engine, buckets(model, AdapterSender))
-    assert await log_prob_gap(engine, model) < 1e-4
-
-
-def shaken_adapters(path: str) -> torch.nn.Module:
-    model = AutoModelForCausalLM.from_pretrained(path)
-    adapt(model, LoRAConfig(rank=2, alpha=4.0, targets=["q_proj", "v_proj"]))
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in list(model.named_parameters()):
-        if parameter.is_meta:
-            layer, _, last = name.rpartition(".")
-            values = 0.3 * torch.randn(parameter.shape, generator=generator)
-            setattr(model.get_submodule(layer), last, torch.nn.Parameter(values))
-    return model
+    lora = LoRAConfig(rank=2, alpha=4.0, targets=["q_proj", "v_proj"])
+    model = adapted(path, lora, scale=0.3, seed=3)
+    await load(engine, adapter_buckets(model, merged=True))
+    assert await log_prob_gap(engine, model, PROMPT) < TOLERANCE
 
 
 async def test_E5_experts_whose_kernels_are_not_set_up_again_are_caught(ray_here, tmp_path):
@@ -161,7 +112,7 @@ async def test_E5_experts_whose_kernels_are_not_set_up_again_are_caught(ray_here
     The sizes need no padding, so the layouts have the same shape, and vLLM raises no error.
     """
     path = saved(tmp_path, "olmoe")
-    victim = await new_engine(path)
+    victim = await small_engine(path)
 
     def keep_kernels(host):
         from workers.rollout import vllm_experts

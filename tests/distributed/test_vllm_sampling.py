@@ -2,17 +2,16 @@
 
 import contextlib
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 import torch
-from ranks import built
+from engines import answers, buckets, requests
+from ranks import built, load
 from transformers import AutoModelForCausalLM
 
-from rltrain.base.random_streams import stream_seed
 from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from workers.cluster.processes import Role
@@ -21,11 +20,8 @@ from workers.rollout.hf_engine import distribution_filters
 from workers.rollout.messages import Completion, Request
 from workers.rollout.stop_strings import StopStrings, text_before
 from workers.rollout.worker import RolloutWorker
-from workers.sync.buckets import join
-from workers.sync.sender import Sender
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here", "process_group")]
-NUMBERS = itertools.count()
 PROMPT = char_tokenizer()("2299907=")["input_ids"]
 
 
@@ -41,34 +37,15 @@ async def engine_of(path: str, *overrides: str, stop: list[str] | None = None) -
         process.kill()
 
 
-async def answers(
-    engine: Role[RolloutWorker], asked: list[Request], *, count: int = 0
-) -> dict[tuple[int, int], Completion]:
-    """Submit the requests `asked`, and return all answers, also the answers to `count` requests submitted earlier."""
-    await engine.call(RolloutWorker.submit, asked)
-    found: dict[tuple[int, int], Completion] = {}
-    while len(found) < len(asked) + count:
-        found |= {answer.key: answer for answer in await engine.call(RolloutWorker.poll, 5.0)}
-    return found
-
-
-def requests(count: int, *, temperature: float = 1.0, uid: int = 0) -> list[Request]:
-    return [Request((uid, n), PROMPT, temperature, 16, stream_seed(0, uid, n)) for n in range(count)]
-
-
-async def load(engine: Role[RolloutWorker], model: torch.nn.Module, version: int) -> None:
-    name, sender = f"sampling {next(NUMBERS)}", Sender(model, version=version, dtype="float32", check=True)
-    await engine.call(RolloutWorker.start_load, name, version)
-    for number in range(len(sender.layout)):
-        await engine.call(RolloutWorker.load_bucket, name, None, join([sender.write(number, None)]))
-    await engine.call(RolloutWorker.finish_load, name, None)
+def asks(count: int, **kwargs) -> list[Request]:
+    return requests(PROMPT, count, **kwargs)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def plain(ray_here, start):
     """Return answers that were generated without stop strings."""
     async with engine_of(start) as engine:
-        return await answers(engine, requests(48))
+        return await answers(engine, asks(48))
 
 
 def common_pair(found: dict[tuple[int, int], Completion]) -> str:
@@ -85,7 +62,7 @@ async def test_vllm_samples_and_weighs_what_the_transformers_engine_keeps(start,
     The filters do not apply to greedy sampling.
     """
     settings, model = [f"rollout.top_p={top_p}", f"rollout.top_k={top_k}"], AutoModelForCausalLM.from_pretrained(start)
-    sampled, greedy = requests(16, temperature=1.2), requests(1, temperature=0.0, uid=1)
+    sampled, greedy = asks(16, temperature=1.2), asks(1, temperature=0.0, uid=1)
     async with engine_of(start, *settings) as engine:
         got = await answers(engine, [*sampled, *greedy])
     filters, dropped = distribution_filters(compose(settings)[0].rollout), 0
@@ -111,7 +88,7 @@ async def test_an_answer_is_exactly_the_tokens_up_to_the_one_that_completes_a_st
     stop, model = common_pair(plain), AutoModelForCausalLM.from_pretrained(start)
     search, cut, split = StopStrings([stop], char_tokenizer()), 0, 0
     async with engine_of(start, f"rollout.vllm.process={process}", stop=[stop]) as engine:
-        stopped = await answers(engine, requests(48))
+        stopped = await answers(engine, asks(48))
         for key, full in plain.items():
             ends = (length for length in range(1, len(full.token_ids) + 1) if search.end(full.token_ids[:length]))
             length = next(ends, None)
@@ -122,8 +99,8 @@ async def test_an_answer_is_exactly_the_tokens_up_to_the_one_that_completes_a_st
             assert stopped[key].text == text_before(full.text, [stop])
             assert set(stopped[key].versions) == {0}
         for version in range(1, 9):  # the sync loads the same weights again, so the tokens do not change
-            await engine.call(RolloutWorker.submit, requests(48))
-            await load(engine, model, version)
+            await engine.call(RolloutWorker.submit, asks(48))
+            await load(engine, buckets(model, version))
             again = await answers(engine, [], count=48)
             for key, answer in again.items():
                 assert answer.token_ids == stopped[key].token_ids

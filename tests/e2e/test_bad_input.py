@@ -176,7 +176,11 @@ CASES = {
     ),
     "reward function that wants a column": (
         ["profile=demo", "reward=median", "model.path={files}/model", "data.train={files}/good.jsonl"],
-        ["'final_answer' needs a column 'answer'", "the columns are prompt", "add the column"],
+        [
+            "'final_answer' needs a column 'answer' that data.train={files}/good.jsonl does not have",
+            "the columns are prompt",
+            "add the column",
+        ],
     ),
     "two reward functions of one name": (
         ["reward.functions=[{files}/simplest.py:score,{files}/simplest.py:score]"],

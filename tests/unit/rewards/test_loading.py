@@ -61,9 +61,9 @@ def test_a_column_that_is_null_in_every_row_is_refused_if_the_function_needs_it(
     def may_use(response, answer=""):
         return response == answer
 
-    message = "reward function 'f' needs the column 'answer', which is null in every row of the data"
+    message = "reward function 'f' needs the column 'answer', which is null in every row of data.val=x.jsonl"
     with pytest.raises(ConfigError, match=message):
-        check_columns(needs, "f", ["answer"], nulls=["answer"])
+        check_columns(needs, "f", ["answer"], nulls=["answer"], where="data.val=x.jsonl")
     check_columns(needs, "f", ["answer"], nulls=["level"])
     check_columns(needs, "f", ["answer"], {"answer": "7"}, nulls=["answer"])
     check_columns(may_use, "f", ["answer"], nulls=["answer"])
