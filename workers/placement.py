@@ -517,13 +517,11 @@ def spawner(
     beside = count if not config.trainer.steps_ahead else config.placement.actor_ranks + config.placement.most_replicas
     has_gpus, local = _has_gpus(), config.placement.address == "local"
     reserved = worker_resources(config, name, on_gpus=has_gpus)
-    environment = {
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    } | ({} if has_gpus else {"TORCHDYNAMO_DISABLE": "1"})
+    environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if name == REPLICA:
+        environment |= config.rollout.description.environment
+    if not has_gpus:
+        environment["TORCHDYNAMO_DISABLE"] = "1"
     threads = config.placement.threads_per_worker
     if local:
         environment |= LOOPBACK | openmp_settings(threads or max(1, cpu_cores() // beside))

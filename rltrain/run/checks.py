@@ -4,9 +4,7 @@ All checks of the config run before any worker process starts. Cheap checks come
 functions, so that most mistakes are reported immediately.
 """
 
-import dataclasses
 import difflib
-import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -36,11 +34,10 @@ from rltrain.rewards.loading import AGGREGATIONS, check_aggregation, is_environm
 from rltrain.rewards.sandbox import LEVELS, SandboxError, weakness
 from rltrain.run.stored_runs import check_stored_run
 from rltrain.settings.algorithm_rules import check_algorithm, needs_critic
-from rltrain.settings.schema import Config, DataConfig, RolloutConfig, TrainerConfig
+from rltrain.settings.schema import Config, DataConfig, TrainerConfig
 from rltrain.settings.typed import require
 from rltrain.tasks import BUILTIN, TASKS, BuiltinTask
 
-ENGINES = ("vllm", "hf", "stored")
 # Names of files and folders that a run writes. An output folder that contains a file or folder with a name in
 # `RUN_FILES` belongs to a run.
 RUN_FILES = (
@@ -95,7 +92,7 @@ def check_without_models(config: Config) -> None:
     """
     _check_output(config.trainer)
     check_trackers(config.trainer.trackers)
-    _check_engine(config.rollout)
+    config.rollout.description.check(config.rollout)
     _check_data(config.data)
     if config.model.path == BUILTIN_MODEL:
         builtin_task(config)
@@ -104,7 +101,7 @@ def check_without_models(config: Config) -> None:
     _check_rewards(config)
     sandbox_warning(config)
     check_algorithm(config)
-    if config.rollout.engine == "stored":
+    if not config.rollout.description.generates:
         check_stored_run(config)
     if config.placement.launcher == "ray" and config.placement.address == "local":
         _check_machine(config)
@@ -164,7 +161,7 @@ def _check_weights(config: Config) -> None:
     if needs_critic(config.algorithm):
         check_critic(config.model.path)
     check_weights(config.model.path, where)
-    if config.rollout.engine == "vllm":
+    if config.rollout.description.reads_files:
         check_engine_files(config.model.path, where)
 
 
@@ -357,43 +354,6 @@ def _check_writable(folder: Path, where: str) -> None:
     require(os.access(there, os.W_OK | os.X_OK), f"{where}: {there} cannot be written to; name another folder")
 
 
-def _check_engine(rollout: RolloutConfig) -> None:
-    require(
-        rollout.engine in ENGINES,
-        f"rollout.engine={rollout.engine}: unknown engine; use rollout=vllm or rollout=hf, or rollout=stored "
-        "for the answers of an earlier run",
-    )
-    if rollout.engine != "vllm":
-        return
-    require(
-        rollout.vllm is not None,
-        "rollout.engine=vllm without rollout.vllm: the engine's settings are missing; use rollout=vllm",
-    )
-    require(
-        _is_installed("vllm"),
-        "rollout=vllm: vLLM is not installed; use rollout=hf, or install rltrain[cpu] (on GPUs rltrain[gpu])",
-    )
-    assert rollout.vllm is not None  # required above
-    if rollout.vllm.arguments:
-        _check_engine_arguments(rollout.vllm.arguments)
-
-
-def _check_engine_arguments(arguments: Mapping[str, Any]) -> None:
-    """Check that vLLM has an engine argument for every name in `arguments`.
-
-    `_check_engine_arguments` imports vLLM, which takes seconds.
-    """
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    known = sorted(field.name for field in dataclasses.fields(AsyncEngineArgs))
-    for name in arguments:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
-            raise ConfigError(
-                f"rollout.vllm.arguments.{name}: vLLM has no such engine argument; the nearest is '{near}'"
-            )
-
-
 def check_stop_strings(stops: Sequence[str], tokenizer: Any) -> None:
     """Raise ConfigError if a stop string contains a special token, because answer texts contain no special tokens."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -405,10 +365,6 @@ def check_stop_strings(stops: Sequence[str], tokenizer: Any) -> None:
             "would never match; remove the stop string, because the model's end tokens end an answer anyway (list "
             "further end tokens as eos_token_id in generation_config.json)",
         )
-
-
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 def _check_data(data: DataConfig) -> None:
@@ -496,7 +452,7 @@ def _demands(config: Config) -> list[tuple[str, int]]:
     shards = rollout.shards
     engines = f"placement.rollout_replicas={placement.rollout_replicas}"
     if shards > 1:
-        engines += f" x rollout.vllm.tensor_parallel_size={shards}"
+        engines += f" x {rollout.description.shards_key}={shards}"
     ranks = f"placement.actor_ranks={placement.actor_ranks}"
     if placement.share_ranks:
         return [(ranks, placement.actor_ranks), (engines, placement.rollout_replicas * rollout.devices)]
@@ -506,11 +462,11 @@ def _demands(config: Config) -> list[tuple[str, int]]:
 
 
 def _check_ranks(config: Config, available: int, devices: str, where: str) -> None:
-    shards = config.rollout.shards
+    shards, shards_key = config.rollout.shards, config.rollout.description.shards_key
     require(
         devices != "GPUs" or shards == 1 or not config.placement.share_ranks,
-        f"rollout.vllm.tensor_parallel_size={shards}: with placement.share_ranks=true an engine gets only a part of "
-        "one GPU; use placement.share_ranks=false, or rollout.vllm.tensor_parallel_size=1",
+        f"{shards_key}={shards}: with placement.share_ranks=true an engine gets only a part of one GPU; use "
+        f"placement.share_ranks=false, or {shards_key}=1",
     )
     transport, placement = config.rollout.weight_transport, config.placement
     require(

@@ -17,6 +17,7 @@ from rltrain.data.model_weights import BUILTIN_MODEL
 from rltrain.rewards.loading import absolute
 from rltrain.run.checks import output_folder
 from rltrain.settings.algorithm_rules import needs_critic
+from rltrain.settings.engine_description import engine_description, engine_names
 from rltrain.settings.schema import Config
 from workers.cluster.bundle_plan import MORE_ROOM, NoRoomError, bundle_groups, plan
 from workers.cluster.node_facts import NodeFacts, Questions, Silent, devices_here, facts_here, facts_of_nodes
@@ -77,13 +78,19 @@ def ask_nodes(config: Config) -> Answers:
     try:
         for path in probes.values():
             Path(path).write_bytes(b"")
-        questions = Questions(_same_everywhere(config), probes, disks)
+        questions = Questions(_same_everywhere(config), probes, disks, _engine_packages(config))
         if config.placement.on_cluster:
             return facts_of_nodes(questions, ANSWER_S)
         return [facts_here(questions, "127.0.0.1", devices_here())], [], 0.0
     finally:
         for path in probes.values():
             Path(path).unlink(missing_ok=True)
+
+
+def _engine_packages(config: Config) -> list[tuple[str, ...]]:
+    """Return the names of the Python packages of each engine (see `EngineDescription.packages`)."""
+    names = dict.fromkeys([*engine_names(), config.rollout.engine])
+    return [packages for name in names if (packages := engine_description(name).packages)]
 
 
 def require_passed(found: Sequence[CheckResult]) -> None:
@@ -257,7 +264,7 @@ def _fit(config: Config, facts: Sequence[NodeFacts]) -> Iterator[CheckResult]:
         yield CheckResult(
             "cluster",
             "placement",
-            f"rollout.vllm.tensor_parallel_size={shards}, but the largest node, {largest.name}, has "
+            f"{config.rollout.description.shards_key}={shards}, but the largest node, {largest.name}, has "
             f"{device(largest):g} {name}",
             f"use at most {device(largest):g}, because all shards of an engine run on one node",
         )

@@ -10,7 +10,9 @@ that depend on files, registries or the number of CPU cores are checked in `rltr
 import re
 from typing import Any, Literal
 
+from rltrain.base.errors import ConfigError
 from rltrain.settings.algorithm_config import AlgorithmConfig
+from rltrain.settings.engine_description import EngineDescription, engine_description
 from rltrain.settings.key import key, section
 from rltrain.settings.reward_config import RewardConfig
 from rltrain.settings.sampling_config import DifficultyConfig, ReuseConfig
@@ -573,8 +575,9 @@ class RolloutConfig:
 
     engine: str = key(
         "Inference engine that generates the answers. vllm: the library vLLM. hf: the library transformers. stored: "
-        "no generation, but the stored answers of an earlier run.",
-        values="`vllm`, `hf` or `stored`",
+        "no generation, but the stored answers of an earlier run. A dotted name, such as my_package.my_engine: another "
+        "engine, which this Python package describes and implements.",
+        values="`vllm`, `hf`, `stored`, or the dotted name of a Python package",
     )
     run: str | None = key(
         "Output folder of the earlier run whose stored answers are used with rollout=stored. null: the run uses "
@@ -681,8 +684,26 @@ class RolloutConfig:
     vllm: VLLMConfig | None = key(
         "Settings that only the engine vLLM uses. null: the run uses another engine.", changeable=True
     )
+    engine_options: dict[str, Any] = key(
+        "Options of an engine from another Python package. The engine's description lists the names of its options.",
+        values="mapping from names to values",
+        changeable=True,
+    )
 
     def __post_init__(self) -> None:
+        try:
+            options = self.description.options
+        except LookupError as error:
+            raise ConfigError(
+                f"engine={self.engine}: unknown engine; use rollout=vllm or rollout=hf, or rollout=stored for the "
+                f"answers of an earlier run ({error})"
+            ) from None
+        for name in self.engine_options:
+            require(
+                name in options,
+                f"engine_options.{name}: the engine {self.description.title} has no such option; its options are "
+                f"{', '.join(options) or 'none'}",
+            )
         require(
             self.run is None or self.engine == "stored",
             f"run={self.run} with rollout.engine={self.engine}: only the engine `stored` reads the answers of an "
@@ -701,9 +722,9 @@ class RolloutConfig:
         )
         require(self.agent != "", "agent='': must be the path of a function or a command")
         require(
-            not self.has_environment or self.engine != "stored",
-            "an environment, tools or an agent with rollout.engine=stored: the stored answers of a run cannot reply "
-            "to the messages of a new conversation; use rollout=vllm or rollout=hf",
+            not self.has_environment or self.description.generates,
+            f"an environment, tools or an agent with rollout.engine={self.engine}: the stored answers of a run cannot "
+            "reply to the messages of a new conversation; use rollout=vllm or rollout=hf",
         )
         require(
             not self.has_environment or not self.stop,
@@ -737,14 +758,19 @@ class RolloutConfig:
         return ", ".join(parts)
 
     @property
+    def description(self) -> EngineDescription:
+        """What rltrain knows about the engine. Raises LookupError if there is no such engine."""
+        return engine_description(self.engine)
+
+    @property
     def devices(self) -> int:
         """Number of devices that one inference engine occupies."""
-        return 0 if self.engine == "stored" else self.shards
+        return self.shards if self.description.generates else 0
 
     @property
     def shards(self) -> int:
         """Number of processes (or GPUs) over which one inference engine is sharded."""
-        return self.vllm.tensor_parallel_size if self.engine == "vllm" and self.vllm else 1
+        return self.description.shards(self)
 
 
 @section
@@ -967,15 +993,16 @@ class Config:
 
     def __post_init__(self) -> None:
         self.require_budget("actor")
+        engine = self.rollout.description
         require(
-            self.placement.launcher == "ray" or self.rollout.engine != "vllm",
-            "rollout=vllm with placement=inprocess: vLLM changes the threads and the random state of its process, in "
-            "which the trainer runs too; use rollout=hf, or placement=local",
+            self.placement.launcher == "ray" or not engine.own_process,
+            f"rollout={self.rollout.engine} with placement=inprocess: {engine.own_process}; use rollout=hf, or "
+            "placement=local",
         )
         require(
-            not self.trainer.deterministic or self.rollout.engine != "vllm" or self.placement.most_replicas == 1,
-            f"trainer.deterministic=true with {self.placement.most_replicas} vLLM replicas: which replica answers a "
-            "prompt depends on timing; use placement.rollout_replicas=1 or rollout=hf",
+            not self.trainer.deterministic or engine.repeats or self.placement.most_replicas == 1,
+            f"trainer.deterministic=true with {self.placement.most_replicas} {engine.title} replicas: which replica "
+            "answers a prompt depends on timing; use placement.rollout_replicas=1 or rollout=hf",
         )
         require(
             self.placement.most_replicas == self.placement.rollout_replicas or not self.takes_turns,
@@ -1112,19 +1139,19 @@ class Config:
 
     def _require_recorded_experts(self) -> None:
         """Raise ConfigError if a run would record no experts for `actor.router_replay`, or could not replay them."""
-        replay = self.actor.router_replay
+        replay, engine = self.actor.router_replay, self.rollout.description
         of_engine = replay == "engine"
         for used, name, reason, way in (
             (
-                of_engine and self.rollout.engine == "stored",
-                "rollout=stored",
+                of_engine and not engine.generates,
+                f"rollout={self.rollout.engine}",
                 "stored answers have no experts",
                 "rollout=hf",
             ),
             (
-                of_engine and self.rollout.engine == "vllm" and bool(self.rollout.stop),
-                "rollout=vllm and rollout.stop",
-                "vLLM returns no experts for an answer that a stop string ends",
+                of_engine and not engine.records_at_stop and bool(self.rollout.stop),
+                f"rollout={self.rollout.engine} and rollout.stop",
+                f"{engine.title} returns no experts for an answer that a stop string ends",
                 "rollout.stop=[]",
             ),
             (

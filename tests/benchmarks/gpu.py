@@ -174,7 +174,7 @@ def with_engine(bench: Bench, name: str, lengths: tuple[int, ...]) -> None:
 def make_engine(path: str, longest: int) -> Any:
     """Start vLLM in the benchmark's process, on the GPU of the trained model."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
-    from workers.rollout.vllm_engine import InProcessVLLM
+    from workers.rollout.engines.vllm.engine import InProcessVLLM
 
     settings = SimpleNamespace(
         top_p=1.0, top_k=0, stop=[],

@@ -124,7 +124,7 @@ def vllm_row(path: str) -> Row:
     from rltrain.settings.compose import compose
     from rltrain.tasks import TASKS
     from rltrain.trajectories.prompt_groups import PromptGroups, requests_of
-    from workers.rollout.vllm_engine import sampling_params
+    from workers.rollout.engines.vllm.engine import sampling_params
     from workers.rollout.worker import RolloutWorker
 
     config, _ = compose([])

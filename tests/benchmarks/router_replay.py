@@ -20,7 +20,7 @@ from rltrain.trajectories.prompt_groups import trajectory_of
 from tests.benchmarks.row import Row
 from workers.models.packed_forward import PACKED, pack, policy_output
 from workers.models.router_replay import replay_routers
-from workers.rollout.hf_engine import HFEngine
+from workers.rollout.engines.hf.engine import HFEngine
 from workers.rollout.messages import Completion, Request
 
 COMMAND = "make bench ARGS=router_replay"

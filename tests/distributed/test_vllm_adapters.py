@@ -75,16 +75,16 @@ async def test_E5_adapters_that_the_engine_scales_wrongly_are_refused(ray_here, 
 
     def wrong_scale(host):
         def spoil(worker):
-            from workers.rollout import vllm_adapters
+            from workers.rollout.engines.vllm import adapters
 
-            made = vllm_adapters.load_adapters
+            made = adapters.load_adapters
 
             def spoiled(model, received, *, version):
                 received.scale *= 1.1
                 made(model, received, version=version)
                 received.scale /= 1.1
 
-            vllm_adapters.load_adapters = spoiled
+            adapters.load_adapters = spoiled
 
         host.roles["rollout"].engine.engine.collective_rpc(spoil)
 

@@ -60,7 +60,7 @@ def resolved(engine: Role, request: Request) -> dict[str, Any]:
     """Return the sampling parameters that vLLM uses for a request after applying all its defaults."""
 
     def of(host) -> dict[str, Any]:
-        from workers.rollout.vllm_engine import sampling_params  # only the engine's process imports vLLM
+        from workers.rollout.engines.vllm.engine import sampling_params  # only the engine's process imports vLLM
 
         made = host.roles["rollout"].engine
         prompt = {"prompt_token_ids": request.prompt_ids}
@@ -120,9 +120,9 @@ async def test_E5_a_head_that_keeps_its_old_weights_is_caught(ray_here, start):
     victim = await new_engine(start)
 
     def forget_heads(host):
-        from workers.rollout import vllm_worker
+        from workers.rollout.engines.vllm import worker
 
-        vllm_worker.repack_heads = lambda model: None
+        worker.repack_heads = lambda model: None
 
     await on([victim.process], forget_heads)
     with pytest.raises(SyncError, match=r"does not compute with the actor's 'lm_head.weight'"):
@@ -327,7 +327,7 @@ def test_a_call_that_fails_because_a_process_of_the_engine_died_says_so(monkeypa
     """Until vLLM notices that a process died, vLLM's error message says only that a call of pause_scheduler failed."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from workers.rollout.vllm_engine import Family
+    from workers.rollout.engines.vllm.engine import Family
 
     with subprocess.Popen(["sleep", "1000"]) as worker:
         monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [psutil.Process(worker.pid)])

@@ -115,9 +115,9 @@ async def test_E5_experts_whose_kernels_are_not_set_up_again_are_caught(ray_here
     victim = await small_engine(path)
 
     def keep_kernels(host):
-        from workers.rollout import vllm_experts
+        from workers.rollout.engines.vllm import experts
 
-        vllm_experts.ExpertChecks.forget_kernels = lambda self: None
+        experts.ExpertChecks.forget_kernels = lambda self: None
 
     await on([victim.process], keep_kernels)
     with pytest.raises(SyncError, match=r"does not compute with the actor's 'model.layers.\d.mlp.experts.\d'"):

@@ -16,7 +16,7 @@ from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from workers.cluster.processes import Role
 from workers.placement import ENGINE, spawner
-from workers.rollout.hf_engine import distribution_filters
+from workers.rollout.engines.hf.engine import distribution_filters
 from workers.rollout.messages import Completion, Request
 from workers.rollout.stop_strings import StopStrings, text_before
 from workers.rollout.worker import RolloutWorker

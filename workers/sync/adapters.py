@@ -1,10 +1,10 @@
 """Low-rank adapters that a rollout engine receives, and their merging into the engine's copy of the base weights.
 
 If the actor trains low-rank adapters, a weight sync transfers only the matrices A and B of each adapted matrix. vLLM
-can apply the adapters beside the base weights (see `workers.rollout.vllm_adapters`). Otherwise, in every sync, the
-engine reads the base weights from the model's files and merges the adapters into the base weights. Because every sync
-starts from the base weights, each adapter is applied exactly once, regardless of the number of syncs. The model's files
-are memory-mapped during the merge, so the engine keeps no second copy of the base weights in memory.
+can apply the adapters beside the base weights (see `workers.rollout.engines.vllm.adapters`). Otherwise, in every sync,
+the engine reads the base weights from the model's files and merges the adapters into the base weights. Because every
+sync starts from the base weights, each adapter is applied exactly once, regardless of the number of syncs. The model's
+files are memory-mapped during the merge, so the engine keeps no second copy of the base weights in memory.
 """
 
 from collections.abc import Iterator

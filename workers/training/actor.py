@@ -423,10 +423,10 @@ class ActorWorker:
         return self.sender.offer(path)
 
     def _new_sender(self, version: int, *, check: bool) -> Sender:
-        config, engine = self.config, self.config.rollout.vllm
+        config = self.config
         if not config.model.lora:
             return Sender(self.model, version=version, dtype=config.model.dtype, check=check)
-        merged = engine is None or engine.adapters == "merged"
+        merged = not config.rollout.description.separate_adapters(config.rollout)
         return AdapterSender(self.model, version=version, dtype=config.model.dtype, check=check, merged=merged)
 
     def export(self, number: int, path: str | None, *_loaded: None) -> Bucket:

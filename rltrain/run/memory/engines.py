@@ -18,10 +18,9 @@ from rltrain.run.memory.parts import (
     ProcessMemory,
     total,
 )
+from rltrain.settings.engine_description import Setting
 from rltrain.settings.schema import Config
 
-# Bytes of host memory that Python, torch and other libraries take in an engine process, before a model is loaded.
-VLLM_BASE, HF_BASE, STORED_BASE = 800 * MIB, 370 * MIB, 200 * MIB
 # GPU memory in bytes that CUDA still uses while an engine sleeps.
 ASLEEP = 700 * MIB
 # Bytes that a generation step stores for each logit: the logit, the scaled logit and the probability in float32, and a
@@ -58,20 +57,21 @@ def engine(
         gpu_memory: memory of one GPU in bytes; None on a CPU, or if unknown.
         on_gpu: whether engines run on GPUs.
     """
-    count = config.placement.rollout_replicas * config.rollout.shards
-    if config.rollout.engine == "stored":
-        return ProcessMemory(name="engine", count=count, host=_always([Part("libraries", STORED_BASE)]), device={})
-    base = Part("libraries", VLLM_BASE if config.rollout.engine == "vllm" else HF_BASE)
-    if on_gpu and config.rollout.engine == "vllm":
+    count, kind = config.placement.rollout_replicas * config.rollout.shards, config.rollout.description
+    base = Part("libraries", kind.library_bytes)
+    if not kind.generates:
+        return ProcessMemory(name="engine", count=count, host=_always([base]), device={})
+    if on_gpu and kind.gpu_share is not None:
         return ProcessMemory(
             name="engine",
             count=count,
             host=_always([base]),
-            device=_vllm_on_gpu(config, shape, limits, gpu_memory or 0),
+            device=_share_of_gpu(config, shape, limits, kind.gpu_share(config.rollout), gpu_memory or 0),
         )
     weights = Part("engine weights", shape.parameters * WIDTHS[config.model.dtype] / config.rollout.shards)
-    cache = _vllm_cache(config) if config.rollout.engine == "vllm" else _hf_cache(config, shape)
-    reserved = [cache] if config.rollout.engine == "vllm" else []
+    size = None if on_gpu or kind.cache_mb is None else kind.cache_mb(config.rollout)
+    cache = _growing_cache(config, shape) if size is None else Part("KV cache", size.value * MIB, f"lower {size}")
+    reserved = [] if size is None else [cache]
     working = _working(config, shape)
     phases = {phase: [weights, *([cache, *working] if phase == GENERATE else reserved)] for phase in PHASES}
     phases[SYNC] = [*phases[SYNC], *_received(config, shape, limits)]
@@ -85,13 +85,7 @@ def _always(parts: list[Part]) -> dict[str, list[Part]]:
     return dict.fromkeys(PHASES, parts)
 
 
-def _vllm_cache(config: Config) -> Part:
-    assert config.rollout.vllm is not None, "a config that selects the vLLM engine must set `rollout.vllm`"
-    size = config.rollout.vllm.kv_cache_mb
-    return Part("KV cache", size * MIB, f"lower rollout.vllm.kv_cache_mb={size}")
-
-
-def _hf_cache(config: Config, shape: ModelShape) -> Part:
+def _growing_cache(config: Config, shape: ModelShape) -> Part:
     rows = rows_at_once(config)
     # When a layer's KV cache grows, the old tensor is copied into a larger one, so one layer's KV cache exists twice.
     size = rows * longest_row(config) * kv_token_bytes(config, shape) * (1 + 1 / shape.layers)
@@ -131,16 +125,16 @@ def _received_buckets(config: Config, shape: ModelShape, limits: FixedSizes) -> 
     return Part("sync buckets", bucket * (2 if config.placement.actor_ranks == 1 else 3))
 
 
-def _vllm_on_gpu(config: Config, shape: ModelShape, limits: FixedSizes, gpu_memory: int) -> dict[str, list[Part]]:
-    """Return the GPU memory of a vLLM engine, which takes a fixed share of the GPU except while the engine sleeps.
+def _share_of_gpu(
+    config: Config, shape: ModelShape, limits: FixedSizes, share: Setting, gpu_memory: int
+) -> dict[str, list[Part]]:
+    """Return the GPU memory of an engine that takes a fixed share of the GPU, except while the engine sleeps.
 
     With the transport `nccl`, the rollout worker receives buckets in GPU memory, from the first weight sync on.
     """
-    assert config.rollout.vllm is not None, "a config that selects the vLLM engine must set `rollout.vllm`"
-    share = config.rollout.vllm.gpu_memory_utilization
     weights = shape.parameters * WIDTHS[config.model.dtype] / config.rollout.shards
-    remedy = f"lower rollout.vllm.gpu_memory_utilization={share:g}"
-    awake = [Part("engine weights", weights), Part("KV cache", max(0.0, share * gpu_memory - weights), remedy)]
+    cache = Part("KV cache", max(0.0, share.value * gpu_memory - weights), f"lower {share}")
+    awake = [Part("engine weights", weights), cache]
     if config.rollout.weight_transport == "nccl":
         receiving = [*awake, Part("CUDA and NCCL of the weight sync", GPU_CONTEXT)]
         syncing = [*receiving, _received_buckets(config, shape, limits)]
@@ -153,7 +147,7 @@ def _vllm_on_gpu(config: Config, shape: ModelShape, limits: FixedSizes, gpu_memo
 
 
 def cache_rows(config: Config, process: ProcessMemory, shape: ModelShape) -> float:
-    """Return how many answers of the maximum length fit into the KV cache of a vLLM engine at a time."""
+    """Return how many answers of the maximum length fit at a time into the KV cache that an engine reserves."""
     phases = process.device or process.host
     room = total([part for part in phases[GENERATE] if part.what == "KV cache"])
     return room / (kv_token_bytes(config, shape) * longest_row(config))

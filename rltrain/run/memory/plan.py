@@ -114,9 +114,9 @@ def memory_plan(config: Config, models: ModelFacts, nodes: Sequence[Node]) -> Me
     others = [_fixed("reward worker", config.placement.reward_workers, REWARD_WORKER), _driver(config, models)]
     processes = [*ranks, answers, *others]
     places = _gpus(config, ranks, answers, gpu_memory) if on_gpu else []
-    rows = cache_rows(config, answers, models.shape) if config.rollout.engine == "vllm" else None
-    if on_gpu and gpu_memory is None:
-        rows = None
+    kind = config.rollout.description
+    reserves = bool(kind.gpu_share and gpu_memory) if on_gpu else kind.cache_mb is not None
+    rows = cache_rows(config, answers, models.shape) if reserves else None
     return MemoryPlan(processes=processes, places=[*places, _machines(processes, nodes)], cache_rows=rows)
 
 
@@ -190,17 +190,18 @@ def require_room(config: Config, plan: MemoryPlan) -> None:
         if not place.fits:
             raise ConfigError(_refusal(place))
     rows, rollout = plan.cache_rows, config.rollout
-    if rows is not None and rollout.vllm is not None and rows < 1:
-        on_gpu = any(process.device for process in plan.processes)
-        key = (
-            f"raise rollout.vllm.gpu_memory_utilization={rollout.vllm.gpu_memory_utilization:g}"
-            if on_gpu
-            else f"use rollout.vllm.kv_cache_mb={math.ceil(rollout.vllm.kv_cache_mb / rows)} or more"
-        )
+    if rows is not None and rows < 1:
+        engine, on_gpu = rollout.description, any(process.device for process in plan.processes)
+        if on_gpu and engine.gpu_share is not None:
+            way = f"raise {engine.gpu_share(rollout)}"
+        else:
+            assert engine.cache_mb is not None, "`cache_rows` is None unless the engine reserves its KV cache"
+            size = engine.cache_mb(rollout)
+            way = f"use {size.key}={math.ceil(size.value / rows)} or more"
         longest = rollout.max_prompt_length + rollout.max_response_length
         raise ConfigError(
             f"memory: the KV cache of an engine has room for only {rows * longest:,.0f} tokens, but a prompt and its "
-            f"answer have up to {longest:,} tokens; {key}, or lower rollout.max_response_length="
+            f"answer have up to {longest:,} tokens; {way}, or lower rollout.max_response_length="
             f"{rollout.max_response_length}"
         )
 

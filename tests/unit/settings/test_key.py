@@ -60,6 +60,7 @@ CHANGEABLE = {
     "reward.max_failed_fraction",
     "reward.memory_mb",
     "reward.timeout_s",
+    "rollout.engine_options",
     "rollout.environment_memory_mb",
     "rollout.max_concurrent_sequences",
     "rollout.max_log_prob_gap",

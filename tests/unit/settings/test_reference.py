@@ -167,7 +167,9 @@ def test_the_keys_of_sections_and_of_the_entries_of_a_list_get_comments_too():
         "  kv_cache_mb: 1  # Size of one engine's KV cache on CPUs. On GPUs, kv_cache_mb has no effect. Unit: MB.",
         "# Inference engine that generates the answers. vllm: the library vLLM. hf: the library transformers. "
         "stored: no",
-        "# generation, but the stored answers of an earlier run.",
+        "# generation, but the stored answers of an earlier run. A dotted name, such as my_package.my_engine: another "
+        "engine,",
+        "# which this Python package describes and implements.",
         "engine: vllm",
     ]
     entries = "# Head.\n\nmodels:\n  - name: a\n    weight: 1.0\n  - name: b\nmemory_mb: 1\n"

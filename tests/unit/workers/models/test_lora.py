@@ -20,7 +20,7 @@ from workers.cluster.worker_process import Host
 from workers.models.adapter_weights import BaseWeights
 from workers.models.lora import adapt, adapted_layers, adapter_parameters, adapters_of, is_adapter
 from workers.placement import ROLES
-from workers.rollout.hf_engine import HFEngine, make
+from workers.rollout.engines.hf.engine import HFEngine, make
 from workers.rollout.messages import Request
 from workers.sync import adapters, buckets
 from workers.sync.buckets import Bucket, join

@@ -22,7 +22,7 @@ from workers.models.fsdp import prepare
 from workers.models.packed_forward import PACKED, microbatch, pack, policy_output
 from workers.models.router_replay import ExpertRecorder, replay_routers, routers_of, set_experts
 from workers.models.sequence_parallel import Ranks, Sequence, split
-from workers.rollout.hf_engine import HFEngine, make
+from workers.rollout.engines.hf.engine import HFEngine, make
 from workers.rollout.messages import Completion, Request
 
 MIXTURES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss"]

@@ -19,7 +19,7 @@ from rltrain.settings.compose import compose
 from rltrain.tasks.tiny_model import tiny_model
 from workers.models.packed_forward import PACKED, policy_output
 from workers.models.row_isolation import check_policy_rows_apart, check_rows_apart
-from workers.rollout.hf_engine import make as make_hf_engine
+from workers.rollout.engines.hf.engine import make as make_hf_engine
 from workers.training.actor import ActorWorker
 from workers.training.critic import CriticWorker
 from workers.training.reference import ReferenceWorker

@@ -5,7 +5,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from workers.rollout.decoding import ROOM, RoomyLayer, different_prompts, grouped_attention, new_batch
+from workers.rollout.engines.hf.decoding import ROOM, RoomyLayer, different_prompts, grouped_attention, new_batch
 from workers.rollout.messages import Request
 
 CPU = torch.device("cpu")

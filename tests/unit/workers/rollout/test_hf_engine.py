@@ -14,7 +14,7 @@ from rltrain.settings.compose import compose
 from rltrain.settings.schema import Config
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from tests.attention_families import FAMILIES
-from workers.rollout.hf_engine import HFEngine, distribution_filters, make, sample
+from workers.rollout.engines.hf.engine import HFEngine, distribution_filters, make, sample
 from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import Bucket, join
 from workers.sync.sender import Sender

@@ -5,8 +5,8 @@ import pytest
 from rltrain.base.errors import ConfigError
 from rltrain.data.stored_samples import stored_groups
 from tests.made_runs import batch, made_run
+from workers.rollout.engines.stored.engine import StoredEngine
 from workers.rollout.messages import Request
-from workers.rollout.stored_engine import StoredEngine
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import char_tokenizer
 from tests.attention_families import FAMILIES
 
-vllm_engine = pytest.importorskip("workers.rollout.vllm_engine", reason="needs vLLM", exc_type=ImportError)
-vllm_adapters = pytest.importorskip("workers.rollout.vllm_adapters", reason="needs vLLM", exc_type=ImportError)
+vllm_engine = pytest.importorskip("workers.rollout.engines.vllm.engine", reason="needs vLLM", exc_type=ImportError)
+vllm_adapters = pytest.importorskip("workers.rollout.engines.vllm.adapters", reason="needs vLLM", exc_type=ImportError)
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0, "dtype": "float32",

@@ -7,7 +7,7 @@ import torch
 from rltrain.base.errors import ConfigError
 from rltrain.settings.compose import compose
 
-vllm_engine = pytest.importorskip("workers.rollout.vllm_engine", reason="needs vLLM", exc_type=ImportError)
+vllm_engine = pytest.importorskip("workers.rollout.engines.vllm.engine", reason="needs vLLM", exc_type=ImportError)
 
 
 class LogProb:

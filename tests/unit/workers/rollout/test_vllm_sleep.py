@@ -12,7 +12,7 @@ import pytest
 from rltrain.settings.compose import compose
 from workers.rollout.messages import Completion, Request
 
-vllm_engine = pytest.importorskip("workers.rollout.vllm_engine", reason="needs vLLM", exc_type=ImportError)
+vllm_engine = pytest.importorskip("workers.rollout.engines.vllm.engine", reason="needs vLLM", exc_type=ImportError)
 
 LOAD = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache", "rltrain_check"]
 

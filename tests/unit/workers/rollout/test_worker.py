@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rltrain.settings.compose import compose
+from rltrain.settings.engine_description import EngineDescription
 from rltrain.tasks.tokenizer import char_tokenizer
 from workers.rollout import worker as module
 from workers.rollout.messages import Completion
@@ -48,7 +49,8 @@ class DyingEngine(BusyEngine):
 def worker(tmp_path, monkeypatch, request):
     char_tokenizer().save_pretrained(tmp_path)
     monkeypatch.setattr(sys.modules[__name__], "make", request.param, raising=False)
-    monkeypatch.setitem(module.ENGINES, "hf", f"{__name__}:make")
+    fake = EngineDescription(title="fake", make=f"{__name__}:make")
+    monkeypatch.setattr("rltrain.settings.schema.engine_description", lambda name: fake)
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
     config, _ = compose(["rollout=hf"])
     return RolloutWorker(config, str(tmp_path), [3], threaded=True)

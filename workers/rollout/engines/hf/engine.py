@@ -27,7 +27,7 @@ from rltrain.data.model_weights import load_whole
 from rltrain.settings.schema import Config, RolloutConfig
 from workers.cluster.progress import tick
 from workers.models.router_replay import ExpertRecorder
-from workers.rollout.decoding import GROUPED, Batch, different_prompts, new_batch, new_cache
+from workers.rollout.engines.hf.decoding import GROUPED, Batch, different_prompts, new_batch, new_cache
 from workers.rollout.messages import Completion, Request
 from workers.rollout.stop_strings import stop_strings
 from workers.sync.adapters import Adapters

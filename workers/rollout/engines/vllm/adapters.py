@@ -22,7 +22,7 @@ from rltrain.settings.schema import LoRAConfig
 from workers.models.adapter_weights import A, B
 from workers.models.expert_parallel import expert_modules
 from workers.models.lora import adapted_layers
-from workers.rollout.vllm_names import vllm_name
+from workers.rollout.engines.vllm.names import vllm_name
 from workers.sync.adapters import Adapters
 from workers.sync.checks import probe_vector
 

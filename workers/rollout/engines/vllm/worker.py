@@ -36,9 +36,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from rltrain.base.errors import SyncError, described
 from rltrain.data.model_weights import skeleton
 from workers.models.checkpoint_form import in_checkpoint_form, products_in_checkpoint_form
-from workers.rollout import vllm_adapters
-from workers.rollout.vllm_experts import ExpertChecks
-from workers.rollout.vllm_names import checkpoint_names, named_layers, output_heads, vllm_name
+from workers.rollout.engines.vllm import adapters
+from workers.rollout.engines.vllm.experts import ExpertChecks
+from workers.rollout.engines.vllm.names import checkpoint_names, named_layers, output_heads, vllm_name
 from workers.sync.adapters import Adapters
 from workers.sync.buckets import Bucket, tensors_of, verify
 from workers.sync.checks import check_outputs, probe_vector
@@ -201,7 +201,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         `adapt` must be called after the end of the weight update, because vLLM removes all adapters at that time.
         """
-        vllm_adapters.load_adapters(self.model, self.adapters, version=self.version)
+        adapters.load_adapters(self.model, self.adapters, version=self.version)
 
     def check_layers(self) -> None:
         """Raise SyncError unless every layer computes with the weights of the last weight update.
@@ -229,7 +229,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         This check is needed because `check_layers` compares only outputs of the base weights.
         """
-        wanted = vllm_adapters.expected_products(self.model, self.adapters, getattr(torch, self.dtype))
+        wanted = adapters.expected_products(self.model, self.adapters, getattr(torch, self.dtype))
         found = {name: output for name, output in adapter_outputs(self.model).items() if name in wanted}
         expected = {name: value.numpy() for name, value in wanted.items()}
         check_outputs(found, expected, version=self.version, dtype=self.dtype)
@@ -358,7 +358,7 @@ def adapter_outputs(model: nn.Module) -> dict[str, Tensor]:
     manager: Any = model.lora_manager
     outputs: dict[str, Tensor] = {}
     for name, layer in manager.modules.items():
-        output = vllm_adapters.product(layer, _probe(layer.base_layer))
+        output = adapters.product(layer, _probe(layer.base_layer))
         outputs |= _named(name, "weight", _linear(layer.base_layer, output), fused)
     return outputs
 
@@ -384,7 +384,7 @@ def _named(name: str, kind: str, parts: Sequence[Tensor], fused: dict[str, list[
         parts: The outputs of the parts that vLLM has fused into the layer.
         fused: vLLM's dict from the last part of a fused layer's name to the names of the layers in the checkpoint.
     """
-    parent, _, last = name.removesuffix(vllm_adapters.BASE).rpartition(".")
+    parent, _, last = name.removesuffix(adapters.BASE).rpartition(".")
     names = [f"{parent}.{part}" for part in fused.get(last, [last])]
     # If the checkpoint, like vLLM, stores a fused layer as one tensor, the layer has only one checkpoint name, so the
     # outputs of the layer's parts are concatenated.

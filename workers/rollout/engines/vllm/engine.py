@@ -39,10 +39,10 @@ from rltrain.data.model_weights import check_weights
 from rltrain.settings.schema import Config, LoRAConfig, RolloutConfig
 from workers.cluster import leftovers
 from workers.cluster.progress import announced, tick
-from workers.rollout import vllm_adapters
+from workers.rollout.engines.vllm import adapters
+from workers.rollout.engines.vllm.worker import BACKEND
 from workers.rollout.messages import Completion, Request
 from workers.rollout.stop_strings import StopStrings, stop_strings
-from workers.rollout.vllm_worker import BACKEND
 from workers.sync.buckets import Bucket
 from workers.sync.memory import readable_elsewhere
 
@@ -105,13 +105,13 @@ def engine_arguments(
         "skip_tokenizer_init": True,
         "enable_prefix_caching": True,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
-        "worker_extension_cls": "workers.rollout.vllm_worker.WorkerExtension",
+        "worker_extension_cls": "workers.rollout.engines.vllm.worker.WorkerExtension",
         "disable_log_stats": True,
     }
     if options.record_experts:
         arguments["enable_return_routed_experts"] = True
     if options.adapters is not None:
-        arguments |= vllm_adapters.adapter_arguments(path, options.adapters)
+        arguments |= adapters.adapter_arguments(path, options.adapters)
     if torch.cuda.is_available():
         arguments |= {
             "gpu_memory_utilization": config.vllm.gpu_memory_utilization,
@@ -251,7 +251,7 @@ def policy(loads: int, options: EngineOptions) -> LoRARequest | None:
         loads: Number of weight syncs of the engine.
         options: Options of the engine.
     """
-    return vllm_adapters.POLICY if options.adapters is not None and loads else None
+    return adapters.POLICY if options.adapters is not None and loads else None
 
 
 class InProcessVLLM:
@@ -296,8 +296,8 @@ class InProcessVLLM:
             self.keys[name] = request.key
             if self.strings is not None:
                 self.growing[name] = Growing(request.key, self.strings)
-            params, adapters = sampling_params(request, self.stop_ids, self.config), policy(self.loads, self.options)
-            self.engine.add_request(name, prompt, params, lora_request=adapters)
+            params, lora = sampling_params(request, self.stop_ids, self.config), policy(self.loads, self.options)
+            self.engine.add_request(name, prompt, params, lora_request=lora)
 
     @property
     def busy(self) -> bool:
@@ -519,8 +519,8 @@ class AsyncVLLM:
         params = sampling_params(request, self.stop_ids, self.config)
         growing = None if self.strings is None else Growing(request.key, self.strings)
         try:
-            adapters = policy(self.loads, self.options)
-            async for output in self.engine.generate(prompt, params, name, lora_request=adapters):
+            lora = policy(self.loads, self.options)
+            async for output in self.engine.generate(prompt, params, name, lora_request=lora):
                 if growing is not None and growing.add(output.outputs[0], 0) and not output.finished:
                     # After the abort, `generate` still yields a final output, which contains the weight versions.
                     await self.engine.abort(name)
@@ -682,16 +682,16 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
         )
     check_weights(path, f"model.path={path}")
     assert config.rollout.vllm is not None, "the vLLM engine needs the settings `rollout.vllm`"
-    adapters = config.model.lora if config.rollout.vllm.adapters == "separate" else None
-    if adapters is not None:
-        vllm_adapters.check_adapters(path, config.model.dtype, adapters)
+    lora = config.model.lora if config.rollout.vllm.adapters == "separate" else None
+    if lora is not None:
+        adapters.check_adapters(path, config.model.dtype, lora)
     process = config.rollout.vllm.process
     if process == "auto":
         alone = config.rollout.shards == 1 and not torch.cuda.is_available()
         process = "inprocess" if alone else "async"
     kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
     try:
-        options = EngineOptions(sleep_level(config), record_experts=record, adapters=adapters)
+        options = EngineOptions(sleep_level(config), record_experts=record, adapters=lora)
         return kind(config.rollout, path, config.model.dtype, stop_ids, options)
     except (KeyError, ValueError) as error:  # vLLM raises KeyError or ValueError for unknown tensor names.
         reason = one_line(f"{type(error).__name__}: {error}", 300)

@@ -1,0 +1,10 @@
+"""Rollout engine with the library transformers, for small models and for machines without vLLM."""
+
+from rltrain.settings.engine_description import EngineDescription
+
+DESCRIPTION = EngineDescription(
+    title="transformers",
+    make="workers.rollout.engines.hf.engine:make",
+    repeats=True,
+    library_bytes=370 << 20,
+)
