@@ -782,8 +782,9 @@ class PlacementConfig:
         values="whole number >= 1",
     )
     tensor_ranks: int = key(
-        "Number of ranks that divide the matrices of each layer (tensor parallelism). These ranks process the same "
-        "rows. sequence_ranks * context_ranks * tensor_ranks must divide placement.actor_ranks.",
+        "Number of ranks that divide the linear layers of attention and feed-forward parts (tensor parallelism), but "
+        "not experts, embeddings and the output head. These ranks process the same rows. sequence_ranks * "
+        "context_ranks * tensor_ranks must divide placement.actor_ranks.",
         values="whole number >= 1",
     )
     expert_ranks: int = key(
