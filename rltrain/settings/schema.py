@@ -264,13 +264,13 @@ class ModelConfig:
         changeable=True,
     )
     cpu_offload: bool = key(
-        "Keep parameters and optimizer state in CPU memory while they are not in use. On CPUs, cpu_offload has no "
-        "effect.",
+        "Keep parameters and optimizer state in CPU memory while they are not in use. Only for training on GPUs: on "
+        "CPUs, cpu_offload=true is refused.",
         changeable=True,
     )
     compile: bool = key(
         "Compile each layer with torch.compile. Compilation makes the first training steps slower, and all later "
-        "training steps faster. On CPUs, compile has no effect.",
+        "training steps faster. Only for training on GPUs: on CPUs, compile=true is refused.",
         changeable=True,
     )
     lora: LoRAConfig | None = key(
@@ -300,8 +300,8 @@ class OptimizerConfig:
     )
     max_tokens_per_microbatch: int = key(
         "Maximum number of prompt and response tokens in one forward pass. max_tokens_per_microbatch limits memory "
-        "use and does not change results. If actor.share_prefixes is true, tokens that several rows share count once, "
-        "and attention reads about twice as many keys at most.",
+        "use and does not change results. If actor.share_prefixes is true, tokens that rows share count once, and the "
+        "attention of a micro-batch may read at most 2 * max_tokens_per_microbatch keys.",
         at_least=1,
         changeable=True,
     )
@@ -524,7 +524,8 @@ class VLLMConfig:
         "so that a weight sync replaces only the adapters."
     )
     arguments: dict[str, Any] = key(
-        "Further engine arguments of vLLM, such as max_num_batched_tokens or kv_cache_dtype.",
+        "Further engine arguments of vLLM, such as max_num_batched_tokens. fp8 (arguments quantization and "
+        "kv_cache_dtype) has not been run with rltrain.",
         values="mapping from vLLM's names of engine arguments to values",
     )
 
@@ -672,7 +673,9 @@ class RolloutConfig:
         "engines on one machine. process_group: direct connections between the processes (gloo), through which each "
         "machine receives the weights once. object_store: arguments and results of Ray calls. nccl: from GPU to GPU, "
         "for ranks and engines with separate GPUs. device_handles: engines map the GPU memory of the ranks with which "
-        "they share a GPU. auto: shared_memory if all processes are on one machine; otherwise process_group.",
+        "they share a GPU. nccl and device_handles have not been run on a GPU yet. auto: shared_memory if all "
+        "processes are on one machine and its /dev/shm has room for two buckets of weights; object_store with "
+        "placement=inprocess; otherwise process_group.",
         changeable=True,
     )
     keep_kv_cache: bool = key(
@@ -805,8 +808,9 @@ class PlacementConfig:
         values="whole number >= 1",
     )
     tensor_ranks: int = key(
-        "Number of ranks that divide the matrices of each layer (tensor parallelism). These ranks process the same "
-        "rows. sequence_ranks * context_ranks * tensor_ranks must divide placement.actor_ranks.",
+        "Number of ranks that divide the linear layers of attention and feed-forward parts (tensor parallelism), but "
+        "not experts, embeddings and the output head. These ranks process the same rows. sequence_ranks * "
+        "context_ranks * tensor_ranks must divide placement.actor_ranks.",
         values="whole number >= 1",
     )
     expert_ranks: int = key(
