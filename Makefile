@@ -77,7 +77,7 @@ test-broad: setup  ## Run the end-to-end and distributed tests that make test le
 cluster-test: setup  ## Test runs on a cluster of three hosts, which are network namespaces on this machine; needs root
 	@$(TEST_ENV) RLTRAIN_CLUSTER_TEST=required $(BIN)/python -m pytest tests/cluster $(ARGS)
 
-memory-test: setup  ## Compare the memory plan with the measured memory peaks of three random models
+memory-test: setup  ## Compare the memory plan with measured memory peaks: three models on one rank, six layouts of two ranks
 	@$(TEST_ENV) RLTRAIN_MEMORY_TEST=full $(BIN)/python -m pytest tests/memory $(ARGS)
 
 cluster-recoveries: setup  ## Measure how long runs on the cluster of cluster-test need to recover from lost links, daemons and machines; needs root

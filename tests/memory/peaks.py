@@ -2,6 +2,8 @@
 
     python -m tests.memory.peaks MODEL RANK RANKS ADDRESS OVERRIDE...
 
+Rank 0 of several ranks gets the empty text as ADDRESS, and first writes the address that the other ranks need.
+
 The peak is the kernel's `VmHWM`. Before each phase, memory that glibc keeps for reuse is returned to the kernel, and
 the peak is set back to the current size. Within a phase, glibc keeps freed memory as in a run.
 """
@@ -33,8 +35,16 @@ from workers.training.dispatch import Minibatch
 def main() -> None:
     path, rank, ranks, address, *overrides = sys.argv[1:]
     config = compose([f"model.path={path}", *overrides])[0]
-    host, _, port = address.partition(":")
-    Host({}, verbose=True).join(int(rank), int(ranks), (host, int(port)) if address else None, 600.0)
+    here = Host({}, verbose=True)
+    meeting = None
+    if address:
+        host, _, port = address.partition(":")
+        meeting = (host, int(port))
+    elif int(ranks) > 1:
+        meeting = here.address(loopback=True)
+        sys.stdout.write(json.dumps({"address": f"{meeting[0]}:{meeting[1]}"}) + "\n")
+        sys.stdout.flush()
+    here.join(int(rank), int(ranks), meeting, 600.0)
     forget_peak()
     write("base", peak())
     for name, run in phases(config, path, int(ranks)):

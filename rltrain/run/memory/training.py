@@ -36,11 +36,20 @@ CHUNKS = 3
 # the gradients plus a quarter of the activations. Without `keep_freed_memory`, training of a model with 24M parameters
 # left no unused memory between allocated blocks.
 HOLES_OF_GRADIENTS, HOLES_OF_ACTIVATIONS = 1.0, 0.25
+# If several ranks shard a model on CPUs, FSDP gathers each layer into one new block, and then copies the layer's
+# parameters into further new blocks. In twelve runs of two ranks, with models of 24M to 180M parameters, either kind of
+# blocks left unused memory of about 0.6 times the size of all layers. Blocks of at least `LARGE_BLOCK` bytes leave no
+# unused memory, because glibc returns them to the system (see `keep_freed_memory`).
+# In the backward pass, the gradients of the parameters outside the layers exist in full, in the input of the
+# reduce-scatter and in copies of gloo. These gradients took about 1.6 times the size of the parameters, in addition to
+# the parameters themselves.
+HOLES_OF_LAYERS, LARGE_BLOCK, REDUCED_OUTSIDE = 0.6, 32 * MIB, 1.6
 # Number of copies of attention scores, in float32, that exist at the same time in the backward pass.
 COPIES_OF_SCORES = 5
 # While the exported model is written, three copies of the model's largest tensor can exist: the bytes read from the
 # checkpoint, the chunk loaded from these bytes, and the whole tensor assembled from the chunks.
 EXPORT_COPIES = 3
+HOLES = "freed memory that glibc keeps"
 MORE_RANKS = "raise placement.{}, the number of ranks over which parameters are sharded"
 
 
@@ -205,6 +214,7 @@ class RankMemory:
         """Return the parts of the rank's memory that are on its device: in GPU memory, or in host memory on a CPU."""
         states = [] if self.config.model.cpu_offload else self.states(phase)
         if phase == START:
+            states = [*states, self.stacking()]
             return states if self.on_gpu else [*states, self.loading()]
         if phase == LOG_PROBS:
             return [*states, *self.largest(self.forward(role) for role in self.roles)]
@@ -265,13 +275,19 @@ class RankMemory:
         packed rows are in float32 in host memory, and are freed before the rank loads its shard. If the rank computes
         on a CPU, the shard reuses the host memory that is freed after the check of packed rows. For a rank on a CPU,
         the memory plan therefore counts only the bytes by which the parameters for the check are larger than the shard,
-        or 0 bytes if the parameters are smaller.
+        or 0 bytes if the parameters are smaller. In a model with experts, separate experts (see `stacking`) fill the
+        freed host memory, so the memory plan counts all bytes of the parameters for the check.
         """
         samples = []
         for role in self.roles:
-            shard = 0 if self.on_gpu else role.shape.parameters * role.width * self.stored(role)
+            shard = 0 if self.on_gpu or role.shape.experts else role.shape.parameters * role.width * self.stored(role)
             samples.append((role.shape.outside + role.shape.layer) * MASTER - shard)
         return Part("layers for the check of packed rows", max(0, *samples))
+
+    def stacking(self) -> Part:
+        """Return the memory of the separate experts that a rank reads before it stacks them to the model's tensors."""
+        sizes = (role.shape.layers * role.shape.experts * role.width * self.stored(role) for role in self.roles)
+        return Part("experts before they are stacked", max(sizes))
 
     def gathered(self, role: RoleMemory) -> Part:
         """Return the memory of gathered parameters: FSDP gathers two layers and all parameters outside the layers."""
@@ -316,6 +332,7 @@ class RankMemory:
         widths = 3 * shape.hidden + matrices * shape.feed_forward
         parts = [
             self.gathered(role),
+            Part(HOLES, self.holes_of_layers(role)),
             Part("activations", tokens * widths * self.compute, self.fewer(role)),
             self.scores(role),
             self.hidden_states(role),
@@ -337,11 +354,28 @@ class RankMemory:
         activations = Part("activations", self.activations(role), self.fewer(role))
         chunk = [self.chunk(role)] if role.has_head else []
         holes = 0 if self.on_gpu else HOLES_OF_GRADIENTS * own.size + HOLES_OF_ACTIVATIONS * activations.size
-        both = [self.gathered(role), head, Part("freed memory that glibc keeps", holes), self.scores(role)]
+        holes += self.holes_of_layers(role)
+        both = [self.gathered(role), head, Part(HOLES, holes), self.scores(role)]
+        if full and self.copies_shards(role):
+            both.append(Part("gradients outside the layers", REDUCED_OUTSIDE * shape.outside * GRADIENT))
         both.append(self.hidden_states(role))
         begin = [*both, activations, *chunk, *([own] if self.passes(role) > 1 else [])]
         end = [*both, own, *([head] if shape.tied else []), *reduced]
         return self.largest([self.gathering(role), begin, end])
+
+    def copies_shards(self, role: RoleMemory) -> bool:
+        """Return whether the rank exchanges shards with other ranks through gloo, which needs copies."""
+        return self.gathers and not self.on_gpu and self.shards > self.tensor_ranks(role)
+
+    def holes_of_layers(self, role: RoleMemory) -> float:
+        """Return the bytes of unused memory between blocks of host memory that gathered layers leave."""
+        if not self.copies_shards(role):
+            return 0.0
+        shape, layer = role.shape, self.layer(role) * self.compute
+        # The largest parameter of a layer: two of the three matrices of all experts, or a matrix of the feed-forward part.
+        largest = max(shape.hidden * shape.feed_forward, 2 / 3 * shape.experts / self.experts) * self.compute
+        kinds = sum(size < LARGE_BLOCK for size in (layer, largest))
+        return kinds * HOLES_OF_LAYERS * shape.layers * layer
 
     def activations(self, role: RoleMemory) -> float:
         """Return the bytes of the activations that a forward pass keeps for the backward pass."""

@@ -12,7 +12,9 @@ from rltrain.run.memory.plan import TOLERANCE, ModelFacts, memory_plan, require_
 from rltrain.run.memory.table import summary, table
 from rltrain.run.memory.training import (
     GPU_CONTEXT,
+    HOLES_OF_LAYERS,
     RANK_BASE,
+    REDUCED_OUTSIDE,
     RankMemory,
     roles_of,
     saved_bytes,
@@ -151,6 +153,40 @@ def test_sharded_ranks_divide_the_states_and_gather_two_layers():
     assert parts["optimizer states"] == 480
     assert parts["gathered parameters"] == (40 + 2 * 100) * 4
     assert sizes(rank("placement.actor_ranks=4", "placement.shard_ranks=2").device("generate"))["parameters"] == 480
+
+
+def test_ranks_that_exchange_shards_on_cpus_count_the_copies_and_holes_of_the_exchange():
+    held = 2 * HOLES_OF_LAYERS * 2 * 100 * 4
+    shared = rank("placement.actor_ranks=4", "actor.max_tokens_per_microbatch=8")
+    parts = sizes(shared.device("update"))
+    assert parts["gradients outside the layers"] == REDUCED_OUTSIDE * 40 * 4
+    assert parts["freed memory that glibc keeps"] == pytest.approx(240 + parts["activations"] / 4 + held)
+    assert sizes(shared.forward(shared.roles[0]))["freed memory that glibc keeps"] == pytest.approx(held)
+    # Blocks of 32 MiB and more leave no holes: here the whole layer, then also its largest matrix.
+    for shape, kinds in ((replace(SHAPE, layer=9 << 20), 1), (replace(SHAPE, layer=9 << 20, feed_forward=2 << 20), 0)):
+        large = rank("placement.actor_ranks=4", shape=shape)
+        assert large.holes_of_layers(large.roles[0]) == pytest.approx(kinds * HOLES_OF_LAYERS * 2 * (9 << 20) * 4)
+    # Ranks that divide all matrices of a layer among themselves exchange no shards.
+    divided = rank("placement.actor_ranks=2", "placement.tensor_ranks=2", "actor.max_tokens_per_microbatch=8")
+    on_gpu = rank("placement.actor_ranks=4", "actor.max_tokens_per_microbatch=8", on_gpu=True)
+    for made in (divided, on_gpu):
+        assert "gradients outside the layers" not in sizes(made.device("update"))
+        assert "freed memory that glibc keeps" not in sizes(made.forward(made.roles[0]))
+    # Adapters have no gradients outside the layers.
+    assert "gradients outside the layers" not in sizes(
+        rank("placement.actor_ranks=4", "model.lora.rank=1", adapters=8).device("update")
+    )
+
+
+def test_a_rank_reads_each_expert_before_it_stacks_the_experts_of_a_layer():
+    shape = replace(SHAPE, experts=60)
+    assert sizes(rank(shape=shape).device("start"))["experts before they are stacked"] == 2 * 60 * 4
+    divided = rank("placement.actor_ranks=4", "placement.expert_ranks=2", shape=shape)
+    assert sizes(divided.device("start")) == {
+        "parameters": 240,
+        "experts before they are stacked": 2 * 60 * 4 / 4,
+        "layers for the check of packed rows": (40 + 100) * 4,
+    }
 
 
 def test_ranks_that_divide_matrices_store_and_gather_their_part():
