@@ -372,7 +372,7 @@ class RankMemory:
         if not self.copies_shards(role):
             return 0.0
         shape, layer = role.shape, self.layer(role) * self.compute
-        # The largest parameter of a layer: two of the three matrices of all experts, or a matrix of the feed-forward part.
+        # The largest parameter of a layer holds two of the three matrices of all experts, or one feed-forward matrix.
         largest = max(shape.hidden * shape.feed_forward, 2 / 3 * shape.experts / self.experts) * self.compute
         kinds = sum(size < LARGE_BLOCK for size in (layer, largest))
         return kinds * HOLES_OF_LAYERS * shape.layers * layer
