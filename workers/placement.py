@@ -316,7 +316,8 @@ async def _start_here(
 ) -> "_Started":
     """Build all roles of a run in the current process."""
     threads = config.placement.threads_per_worker
-    process = LocalProcess(Host(openmp_settings(threads) if threads else {}, verbose=True))
+    environment = dict(config.rollout.description.environment) | (openmp_settings(threads) if threads else {})
+    process = LocalProcess(Host(environment, verbose=True))
     process.host.join(0, 1, None, COLLECTIVE_TIMEOUT_S)
     training = Training(config, paths, dict.fromkeys(paths, lambda _: process))
     rewards = RewardPool.in_process(config.reward)

@@ -133,7 +133,7 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
     shards, heads = rollout.shards, model.get("num_attention_heads")
     require(
         not isinstance(heads, int) or heads % shards == 0,
-        f"rollout.vllm.tensor_parallel_size={shards}: the model's {heads} attention heads cannot be divided evenly; "
+        f"{rollout.description.shards_key}={shards}: the model's {heads} attention heads cannot be divided evenly; "
         f"use a divisor of {heads}",
     )
     check_heads(config.placement, model, f"model.path={config.model.path}")

@@ -454,12 +454,19 @@ def reported(where: str) -> Iterator[None]:
             progress.enable_progress_bar()
 
 
-def check_engine_files(path: str, where: str) -> None:
-    """Raise an error if vLLM and transformers would read a model's weights from different files of a directory.
+def check_engine_files(path: str, where: str, title: str = "vLLM") -> None:
+    """Raise an error if an engine and transformers would read a model's weights from different files of a directory.
+
+    The files that vLLM reads count as those of the engine.
+
+    Args:
+        path: the model's directory.
+        where: config key and path for the start of error messages.
+        title: name of the engine in messages.
 
     Raises:
-        ConfigError: vLLM and transformers would read the weights from different files. The message of the ConfigError
-            names the files that only vLLM or only transformers reads.
+        ConfigError: the engine and transformers would read the weights from different files. The message of the
+            ConfigError names the files that only one of them reads.
     """
     folder = local_directory(path)
     read, index = set(weight_files(folder, where)), folder / NAMES[1]
@@ -471,8 +478,8 @@ def check_engine_files(path: str, where: str) -> None:
     other = _some(sorted(one_line(file.name) for file in engine ^ read))
     require(
         engine == read,
-        f"{where}: vLLM and transformers would read different weight files (only one of them reads {other}); keep the "
-        "weights in files of only one format and remove index files of other formats, or use rollout=hf",
+        f"{where}: {title} and transformers would read different weight files (only one of them reads {other}); keep "
+        "the weights in files of only one format and remove index files of other formats, or use rollout=hf",
     )
 
 

@@ -17,7 +17,6 @@ import importlib.util
 import inspect
 import math
 import numbers
-import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
@@ -27,6 +26,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
 from rltrain.base.errors import ConfigError, described, one_line
+from rltrain.base.module_search import search_working_directory
 from rltrain.base.storage import local_path
 from rltrain.rewards.result import RewardResult, ScoreError, Verdict
 from rltrain.rewards.signatures import (
@@ -419,10 +419,7 @@ def _is_file(target: str) -> bool:
 
 
 def _module(target: str, where: str, kind: Kind) -> ModuleType:
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        # `python -m` adds the working directory to `sys.path`, but an installed console command does not. Ray passes
-        # `sys.path` to its workers, so the workers can import modules from the working directory, too.
-        sys.path.append(os.getcwd())
+    search_working_directory()
     try:
         return importlib.import_module(target)
     except KeyboardInterrupt:

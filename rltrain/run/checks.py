@@ -92,7 +92,7 @@ def check_without_models(config: Config) -> None:
     """
     _check_output(config.trainer)
     check_trackers(config.trainer.trackers)
-    config.rollout.description.check(config.rollout)
+    config.rollout.description.check(config)
     _check_data(config.data)
     if config.model.path == BUILTIN_MODEL:
         builtin_task(config)
@@ -162,7 +162,7 @@ def _check_weights(config: Config) -> None:
         check_critic(config.model.path)
     check_weights(config.model.path, where)
     if config.rollout.description.reads_files:
-        check_engine_files(config.model.path, where)
+        check_engine_files(config.model.path, where, config.rollout.description.title)
 
 
 def check_cluster(config: Config, resources: Mapping[str, float]) -> None:

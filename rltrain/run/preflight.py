@@ -17,7 +17,7 @@ from rltrain.data.model_weights import BUILTIN_MODEL
 from rltrain.rewards.loading import absolute
 from rltrain.run.checks import output_folder
 from rltrain.settings.algorithm_rules import needs_critic
-from rltrain.settings.engine_description import engine_description, engine_names
+from rltrain.settings.engine_description import engine_description, engine_folder, engine_names
 from rltrain.settings.schema import Config
 from workers.cluster.bundle_plan import MORE_ROOM, NoRoomError, bundle_groups, plan
 from workers.cluster.node_facts import NodeFacts, Questions, Silent, devices_here, facts_here, facts_of_nodes
@@ -324,6 +324,8 @@ def _same_everywhere(config: Config) -> Mapping[str, str]:
         for key, path in models.items()
         if path != BUILTIN_MODEL and hub_name(path) is None
     }
+    if "." in config.rollout.engine:
+        found[f"rollout.engine={config.rollout.engine}"] = str(engine_folder(config.rollout.engine))
     for function in config.reward.functions:
         file = Path(absolute(function.path).rpartition(":")[0])
         if file.is_file():

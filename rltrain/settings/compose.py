@@ -104,6 +104,8 @@ def _undoes_a_choice(item: Item, typed: Mapping[str, str]) -> bool:
         )
         return False
     key = name.partition(".")[0]
+    if item.key.startswith("rollout.engine_options"):
+        return True  # The options belong to the file's engine.
     values = [composed_files(config_dir(), ((group, choice),))[group][key] for choice in choices(group)]
     new = composed_files(config_dir(), ((group, typed[group]),))[group][key]
     # `rollout=vllm` keeps a config file's `rollout.vllm.process`; `rollout=hf` drops it, because its `vllm` is null.

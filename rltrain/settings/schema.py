@@ -698,17 +698,17 @@ class RolloutConfig:
             options = self.description.options
         except LookupError as error:
             raise ConfigError(
-                f"engine={self.engine}: unknown engine; use rollout=vllm or rollout=hf, or rollout=stored for the "
-                f"answers of an earlier run ({error})"
+                f"engine={self.engine}: unknown engine: {error}; use rollout=vllm or rollout=hf, rollout=stored for "
+                "the answers of an earlier run, or the dotted name of a Python package that describes an engine"
             ) from None
         for name in self.engine_options:
             require(
                 name in options,
-                f"engine_options.{name}: the engine {self.description.title} has no such option; its options are "
-                f"{', '.join(options) or 'none'}",
+                f"engine_options.{name}: the engine {self.description.title} has no such option; "
+                f"{self.description.listed_options}",
             )
         require(
-            self.run is None or self.engine == "stored",
+            self.run is None or not self.description.generates,
             f"run={self.run} with rollout.engine={self.engine}: only the engine `stored` reads the answers of an "
             "earlier run; use rollout=stored, or leave rollout.run out",
         )
@@ -726,8 +726,8 @@ class RolloutConfig:
         require(self.agent != "", "agent='': must be the path of a function or a command")
         require(
             not self.has_environment or self.description.generates,
-            f"an environment, tools or an agent with rollout.engine={self.engine}: the stored answers of a run cannot "
-            "reply to the messages of a new conversation; use rollout=vllm or rollout=hf",
+            f"an environment, tools or an agent with rollout.engine={self.engine}: stored answers cannot reply to the "
+            "messages of a new conversation; use rollout=vllm or rollout=hf",
         )
         require(
             not self.has_environment or not self.stop,
@@ -1000,7 +1000,7 @@ class Config:
         engine = self.rollout.description
         require(
             self.placement.launcher == "ray" or not engine.own_process,
-            f"rollout={self.rollout.engine} with placement=inprocess: {engine.own_process}; use rollout=hf, or "
+            f"rollout.engine={self.rollout.engine} with placement=inprocess: {engine.own_process}; use rollout=hf, or "
             "placement=local",
         )
         require(
@@ -1147,14 +1147,14 @@ class Config:
         of_engine = replay == "engine"
         for used, name, reason, way in (
             (
-                of_engine and not engine.generates,
-                f"rollout={self.rollout.engine}",
-                "stored answers have no experts",
+                of_engine and not engine.records_experts,
+                f"rollout.engine={self.rollout.engine}",
+                f"{engine.title} have no experts" if not engine.generates else f"{engine.title} records no experts",
                 "rollout=hf",
             ),
             (
                 of_engine and not engine.records_at_stop and bool(self.rollout.stop),
-                f"rollout={self.rollout.engine} and rollout.stop",
+                f"rollout.engine={self.rollout.engine} and rollout.stop",
                 f"{engine.title} returns no experts for an answer that a stop string ends",
                 "rollout.stop=[]",
             ),

@@ -1,7 +1,7 @@
 """Whole training steps of SmolLM2-135M-Instruct, with and without shared prefixes.
 
 The model learns the sums of `make demo-llm`, with answers of up to 10 tokens. The prompts have about 45 tokens, and
-each prompt has eight answers. The two sides run alternately.
+each prompt has eight answers. The two sides run alternately, twice each. The model is installed by `make demo-llm`.
 
     python -m tests.benchmarks.smollm2_step
 """
@@ -15,7 +15,7 @@ from tests.benchmarks.job import describe, in_turn, median_of, rltrain_side
 from tests.benchmarks.row import Row
 from tests.benchmarks.trl_smollm2 import sums_job
 
-ROUNDS = 1
+ROUNDS = 2
 THREADS = "placement.threads_per_worker=2"
 
 

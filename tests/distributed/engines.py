@@ -77,7 +77,10 @@ def buckets(model: nn.Module, version: int = 1, *, dtype: str = "float32") -> li
 
 
 def adapter_buckets(model: nn.Module, version: int = 1, *, merged: bool, dtype: str = "float32") -> list[Bucket]:
-    """Return the buckets of a sync of a model with adapters: with `merged`, of the merged weights, else of A and B."""
+    """Return the buckets of a sync of a model with adapters, which contain the matrices A and B.
+
+    With `merged`, the probes are those of the merged weights. Otherwise, they are those of the base weights.
+    """
     return _written(AdapterSender(model, version=version, dtype=dtype, check=True, merged=merged))
 
 

@@ -21,7 +21,19 @@ def test_a_run_trains_with_an_engine_from_a_folder_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rollout.engine_options={speed: 2}"], "engine_options.speed: the engine naive sampler has no such option"),
+        (
+            ["rollout.engine_options={speed: 2}"],
+            "engine_options.speed: the engine naive sampler has no such option; its options are answers_at_once",
+        ),
+        (
+            ["model.lora.rank=4", "rollout.engine_options={answers_at_once: 2}"],
+            "the naive sampler cannot merge adapters",
+        ),
+        (
+            ["actor.router_replay=engine"],
+            "with rollout.engine=tests.e2e.my_engines.naive: naive sampler records no experts",
+        ),
+        ([], "set rollout.engine_options={answers_at_once: NUMBER}"),
         (["trainer.deterministic=true", "placement.rollout_replicas=2"], "with 2 naive sampler replicas: which"),
     ],
 )

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
-from rltrain.base.errors import RLTrainError, SyncError, SyncStopped, described
+from rltrain.base.errors import RLTrainError, SyncError, SyncStopped, WorkerLost, described
 from workers.cluster.node_settings import listener_at, own_address
 from workers.cluster.progress import tick, waiting
 from workers.sync.buckets import Bucket, Piece, Place, as_tensor, join
@@ -453,9 +453,10 @@ def receive_buckets(plan: GroupPlan, engine: int, load: Callable[[Bucket], None]
                 coming = member.begin(partial(transfer, number + 1))
             try:
                 load(bucket)
-            except SyncError:
-                if plan.lends:
-                    member.raise_if_given_up()  # A partner that gave up has removed the file of this bucket.
+            except Exception as error:
+                # A partner that gave up may have freed the memory of this bucket, or removed its file.
+                if plan.lends and not isinstance(error, WorkerLost):
+                    member.raise_if_given_up()
                 raise
             if plan.lends:
                 member.result(member.begin(partial(member.acknowledge, plan.partners[engine])))

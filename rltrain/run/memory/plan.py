@@ -89,8 +89,8 @@ class MemoryPlan:
             workers and the driver.
         places: size and use of GPU memory, with one `MemoryUse` for all GPUs on which the same kinds of process run,
             followed by the size and use of the total host memory of all machines.
-        cache_rows: number of rows (a prompt and its answer, both of the maximum length) that fit into the KV cache of a
-            vLLM engine; None without vLLM, or if the GPU memory is unknown.
+        cache_rows: number of rows (a prompt and its answer, both of the maximum length) that fit into the KV cache that
+            an engine reserves; None if the engine reserves none, or if the GPU memory is unknown.
     """
 
     processes: Sequence[ProcessMemory]

@@ -37,12 +37,11 @@ CHUNKS = 3
 # left no unused memory between allocated blocks.
 HOLES_OF_GRADIENTS, HOLES_OF_ACTIVATIONS = 1.0, 0.25
 # If several ranks shard a model on CPUs, FSDP gathers each layer into one new block, and then copies the layer's
-# parameters into further new blocks. In twelve runs of two ranks, with models of 24M to 180M parameters, either kind of
-# blocks left unused memory of about 0.6 times the size of all layers. Blocks of at least `LARGE_BLOCK` bytes leave no
-# unused memory, because glibc returns them to the system (see `keep_freed_memory`).
+# parameters into further new blocks. In twelve runs of two ranks, with models of 24M to 180M parameters, each of the
+# two kinds of blocks left unused memory of about 0.6 times the size of all layers. Blocks of at least `LARGE_BLOCK`
+# bytes leave no unused memory, because glibc returns them to the system (see `keep_freed_memory`).
 # In the backward pass, the gradients of the parameters outside the layers exist in full, in the input of the
-# reduce-scatter and in copies of gloo. These gradients took about 1.6 times the size of the parameters, in addition to
-# the parameters themselves.
+# reduce-scatter and in copies of gloo. These gradients took about 1.6 times the bytes of these parameters.
 HOLES_OF_LAYERS, LARGE_BLOCK, REDUCED_OUTSIDE = 0.6, 32 * MIB, 1.6
 # Number of copies of attention scores, in float32, that exist at the same time in the backward pass.
 COPIES_OF_SCORES = 5
@@ -372,7 +371,8 @@ class RankMemory:
         if not self.copies_shards(role):
             return 0.0
         shape, layer = role.shape, self.layer(role) * self.compute
-        # The largest parameter of a layer holds two of the three matrices of all experts, or one feed-forward matrix.
+        # The largest parameter of a layer is one matrix of the feed-forward part. With experts, it holds two of the
+        # three matrices of each expert.
         largest = max(shape.hidden * shape.feed_forward, 2 / 3 * shape.experts / self.experts) * self.compute
         kinds = sum(size < LARGE_BLOCK for size in (layer, largest))
         return kinds * HOLES_OF_LAYERS * shape.layers * layer

@@ -127,7 +127,10 @@ def test_every_algorithm_passes(algorithm):
         (["algorithm=gspo", "algorithm.loss.clip_ratio_high=-1"], "algorithm.loss.clip_ratio_high=-1 must be >= 0"),
         (["algorithm=ppo", "algorithm.advantage.gamma=2"], "algorithm.advantage.gamma=2 must be in [0, 1]"),
         (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt=1: grpo compares the answers to one prompt"),
-        (["rollout.engine=sglang"], "rollout.engine=sglang: unknown engine; use rollout=vllm or rollout=hf"),
+        (
+            ["rollout.engine=sglang"],
+            "rollout.engine=sglang: unknown engine: there is no package workers.rollout.engines.sglang; use",
+        ),
         (["rollout=hf", "rollout.engine=vllm"], "the engine's settings are missing; use rollout=vllm"),
         (["data.train=no.jsonl"], "data.train=no.jsonl: no such file; check the path (relative paths start at "),
         (["data.val=no.jsonl"], "data.val=no.jsonl: no such file"),

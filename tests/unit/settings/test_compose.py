@@ -463,6 +463,12 @@ def test_a_choice_of_the_command_line_is_not_undone_by_a_config_file(tmp_path, t
     assert (config.rollout.vllm and config.rollout.vllm.process) == vllm_process
 
 
+def test_a_choice_of_an_engine_drops_the_options_of_the_engine_of_a_config_file(tmp_path):
+    (tmp_path / "my.yaml").write_text("rollout: {engine: mine.fast, engine_options: {speed: 2}, temperature: 0.7}")
+    config = compose(["rollout=hf"], [str(tmp_path / "my.yaml")])[0]
+    assert (config.rollout.engine, config.rollout.engine_options, config.rollout.temperature) == ("hf", {}, 0.7)
+
+
 @pytest.mark.parametrize("group", ["model", "data", "reward", "rollout", "placement"])
 def test_each_choice_can_be_made_for_the_config_file_of_another_run(tmp_path, group):
     file = tmp_path / "config.yaml"

@@ -1,12 +1,19 @@
 """Tests of the descriptions of rollout engines."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from rltrain.settings.compose import compose
-from rltrain.settings.engine_description import EngineDescription, Setting, engine_description, engine_names
+from rltrain.settings.engine_description import (
+    EngineDescription,
+    Setting,
+    engine_description,
+    engine_folder,
+    engine_names,
+)
 
 OWN = ["hf", "stored", "vllm"]
 
@@ -39,6 +46,18 @@ def test_an_error_inside_the_package_of_an_engine_is_named(tmp_path, monkeypatch
         engine_description("broken_engines.one")
 
 
+def test_an_installed_command_finds_an_engine_in_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "nearby_engines").mkdir()
+    (tmp_path / "nearby_engines" / "one.py").write_text(
+        "from rltrain.settings.engine_description import EngineDescription\n"
+        "DESCRIPTION = EngineDescription(title='near', make='nearby_engines.one:make')\n"
+    )
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", os.getcwd())])
+    monkeypatch.chdir(tmp_path)
+    assert engine_description("nearby_engines.one").title == "near"
+    assert engine_folder("nearby_engines.one") == tmp_path / "nearby_engines" / "one.py"
+
+
 def test_descriptions_are_read_without_the_libraries_of_the_engines():
     program = (
         "import sys; from rltrain.settings.engine_description import *; "
@@ -66,8 +85,9 @@ def test_a_setting_is_printed_as_on_the_command_line():
 
 
 def test_an_engine_needs_no_more_than_a_title_and_a_function_that_makes_it():
-    rollout = compose(["rollout=hf"])[0].rollout
+    config = compose(["rollout=hf"])[0]
+    rollout = config.rollout
     plain = EngineDescription(title="plain", make="somewhere:make")
-    plain.check(rollout)
+    plain.check(config)
     assert plain.shards(rollout) == 1
     assert not plain.separate_adapters(rollout)

@@ -18,11 +18,11 @@ from rltrain.settings.typed import keys, parse, unknown_key
 
 ROOT = Path(__file__).parents[3]
 # Source files that only describe or check the config.
+OF_OTHER_ENGINES = {"rollout.engine_options"}  # Only engines outside rltrain read these keys.
 # A config key that is read only by files in TELLERS would have no effect.
 TELLERS = {*(ROOT / "rltrain/settings").glob("*.py"), ROOT / "rltrain/run/plan.py", ROOT / "rltrain/run/checks.py"}
 # Config sections that are passed whole as keyword arguments to a function.
 # Each value is (function, arguments that are not config keys, config keys that are not arguments).
-OF_OTHER_ENGINES = {"rollout.engine_options"}  # Only engines outside rltrain read these keys.
 HANDED_WHOLE = {
     "reward_normalization": (normalize_rewards, {"eps", "counted"}, set()),
     "advantage_normalization": (normalize_advantages, {"eps"}, set()),

@@ -48,6 +48,13 @@ def test_the_cores_that_may_be_used_are_shared_out_as_threads(made, overrides, t
     assert {environment["OMP_WAIT_POLICY"] for _, environment in made} == {"PASSIVE"}
 
 
+def test_only_engines_get_the_environment_variables_of_their_description(made):
+    config, _ = compose([])
+    for name in ("training rank", placement.REPLICA, placement.ENVIRONMENT):
+        placement.spawner(config, name, 1)(0)
+    assert ["VLLM_CPU_OMP_THREADS_BIND" in environment for _, environment in made] == [False, True, False]
+
+
 @pytest.mark.parametrize(("setting", "threads"), [("3", 3), ("null", 2)])
 async def test_without_ray_the_one_process_has_the_threads_asked_for_or_keeps_its_own(
     monkeypatch, start, tasks, setting, threads

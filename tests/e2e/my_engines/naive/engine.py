@@ -85,4 +85,4 @@ class NaiveSampler:
 
 def make(config: Config, path: str, stop_ids: Sequence[int]) -> NaiveSampler:
     assert os.environ["NAIVE_SAMPLER"] == "1", "the process lacks the environment variables of the description"
-    return NaiveSampler(path, stop_ids, config.rollout.engine_options.get("answers_at_once", 8))
+    return NaiveSampler(path, stop_ids, config.rollout.engine_options["answers_at_once"])

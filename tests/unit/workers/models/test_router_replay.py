@@ -332,7 +332,7 @@ def test_a_model_without_routers_is_refused_before_any_worker_starts(start):
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["rollout=stored", "rollout.run=outputs/RUN"], "with rollout=stored: stored answers have no experts"),
+        (["rollout=stored", "rollout.run=outputs/RUN"], "with rollout.engine=stored: stored answers have no experts"),
         (["rollout=vllm", "rollout.stop=[x]"], "vLLM returns no experts for an answer that a stop string ends"),
         (["rollout=hf", "data=higher_lower"], "the engine records experts only for answers of one turn"),
         (["rollout=hf", "model.compile=true"], "a compiled layer cannot replay experts"),

@@ -223,8 +223,9 @@ def test_a_failure_of_one_rank_stops_the_others_before_the_next_bucket(store):
     assert all(isinstance(outcomes[member], SyncStopped) for member in (0, 2, 3))
 
 
-def test_an_engine_that_fails_after_a_rank_gave_up_is_not_reported_as_the_cause(store):
-    """A rank that gives up removes the file that an engine may be about to read."""
+@pytest.mark.parametrize("failure", [SyncError("the file is gone"), RuntimeError("invalid device pointer")])
+def test_an_engine_that_fails_after_a_rank_gave_up_is_not_reported_as_the_cause(store, failure):
+    """A rank that gives up removes the file, or frees the memory, that an engine may be about to read."""
     run = None
 
     def write(number, rank):
@@ -235,7 +236,7 @@ def test_an_engine_that_fails_after_a_rank_gave_up_is_not_reported_as_the_cause(
     def load(place, number):
         if (place, number) == (0, 1):
             run.threads[1].join(LIMIT_S)
-            raise SyncError("the file is gone")
+            raise failure
 
     run = Run(plan_of(store, 2, 2, partners=(0, 1), **HANDLES), write=write, load=load, agree=Ranks(2).agree)
     assert [type(outcome) for outcome in run.done()] == [SyncStopped, ValueError, SyncStopped, SyncStopped]

@@ -6,5 +6,6 @@ DESCRIPTION = EngineDescription(
     title="transformers",
     make="workers.rollout.engines.hf.engine:make",
     repeats=True,
+    records_experts=True,
     library_bytes=370 << 20,
 )

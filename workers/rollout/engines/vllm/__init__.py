@@ -11,7 +11,7 @@ from rltrain.settings.engine_description import EngineDescription, Setting
 from rltrain.settings.typed import require
 
 if TYPE_CHECKING:
-    from rltrain.settings.schema import RolloutConfig, VLLMConfig
+    from rltrain.settings.schema import Config, RolloutConfig, VLLMConfig
 
 
 def _section(rollout: "RolloutConfig") -> "VLLMConfig":
@@ -24,11 +24,12 @@ def installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def check(rollout: "RolloutConfig") -> None:
+def check(config: "Config") -> None:
     """Check that vLLM is installed, and that vLLM knows the names in `rollout.vllm.arguments`.
 
     Raises ConfigError if not.
     """
+    rollout = config.rollout
     require(
         rollout.vllm is not None,
         "rollout.engine=vllm without rollout.vllm: the engine's settings are missing; use rollout=vllm",
@@ -82,6 +83,7 @@ DESCRIPTION = EngineDescription(
     check=check,
     own_process="vLLM changes the threads and the random state of its process, in which the trainer runs too",
     reads_files=True,
+    records_experts=True,
     records_at_stop=False,
     shards=_shards,
     shards_key="rollout.vllm.tensor_parallel_size",
