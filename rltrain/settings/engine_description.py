@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 @dataclass(frozen=True)
 class Setting:
-    """A config key and its value. Printed as "key=value"."""
+    """A config key with its value. `str` returns both as the text "key=value"."""
 
     key: str
     value: float
@@ -94,7 +94,7 @@ class EngineDescription:
 
     @property
     def listed_options(self) -> str:
-        """The options of the engine, for messages."""
+        """The end of an error message, which lists the options that the engine takes."""
         listed = "; ".join(f"{name} ({text.rstrip('.')})" for name, text in self.options.items())
         return f"its options are {listed}" if listed else "it has no options; leave the key out"
 

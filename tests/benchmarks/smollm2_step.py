@@ -20,7 +20,7 @@ THREADS = "placement.threads_per_worker=2"
 
 
 def run() -> list[Row]:
-    """Make the row of the benchmark."""
+    """Run the benchmark, and return its row of the results table."""
     job = replace(sums_job(), steps=4, max_response_length=10, eval_every=0)
     sides = [rltrain_side("shared", THREADS), rltrain_side("not shared", THREADS, "actor.share_prefixes=false")]
     with tempfile.TemporaryDirectory(prefix="rltrain-bench-") as name:

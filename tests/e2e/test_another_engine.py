@@ -1,4 +1,4 @@
-"""A run with a rollout engine that is only a folder outside rltrain."""
+"""Tests of runs with a rollout engine from a package outside rltrain."""
 
 import pytest
 from runs import WHOLE_STACK, train

@@ -160,7 +160,7 @@ def gpu_memory_here() -> int | None:
 
 
 def versions(engine_packages: Sequence[tuple[str, ...]] = ()) -> dict[str, str]:
-    """Return the versions of Python, rltrain and Python packages; "" for a package that is not installed.
+    """Return the versions of Python, of rltrain, and of the packages that rltrain uses; "" for a missing package.
 
     Args:
         engine_packages: For each engine, the names of the packages of which one is installed. In the result, the first

@@ -284,7 +284,7 @@ class RankMemory:
         return Part("layers for the check of packed rows", max(0, *samples))
 
     def stacking(self) -> Part:
-        """Return the memory of the separate experts that a rank reads before it stacks them to the model's tensors."""
+        """Return the memory of the experts that a rank has read from files and not yet stacked into one tensor."""
         sizes = (role.shape.layers * role.shape.experts * role.width * self.stored(role) for role in self.roles)
         return Part("experts before they are stacked", max(sizes))
 
@@ -367,7 +367,7 @@ class RankMemory:
         return self.gathers and not self.on_gpu and self.shards > self.tensor_ranks(role)
 
     def holes_of_layers(self, role: RoleMemory) -> float:
-        """Return the bytes of unused memory between blocks of host memory that gathered layers leave."""
+        """Return the bytes of host memory that stay unused because gathered layers have fragmented the memory."""
         if not self.copies_shards(role):
             return 0.0
         shape, layer = role.shape, self.layer(role) * self.compute

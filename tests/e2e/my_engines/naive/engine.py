@@ -15,7 +15,7 @@ from workers.sync.memory import Reader
 
 @dataclass
 class Row:
-    """An unfinished answer."""
+    """A request, and the part of its answer that has been sampled so far."""
 
     request: Request
     generator: torch.Generator
