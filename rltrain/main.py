@@ -30,6 +30,7 @@ from rltrain.base.secret_values import hide_in_logs, redacted
 from rltrain.base.standard_streams import open_closed_streams, outlive_readers
 from rltrain.base.storage import Folder, absolute
 from rltrain.data.prompt_form import PromptOptions
+from rltrain.data.prompt_images import ImagePlaceholders
 from rltrain.data.prompts import PromptSet, load_prompts
 from rltrain.data.supervised_answers import SupervisedOptions
 from rltrain.monitoring.heartbeat import Heartbeat
@@ -38,6 +39,7 @@ from rltrain.run.checks import (
     builtin_task,
     check_cache,
     check_cluster,
+    check_images,
     check_models,
     check_prompt_count,
     check_stop_strings,
@@ -53,6 +55,7 @@ from rltrain.settings.algorithm_rules import check_algorithm, needs_critic
 from rltrain.settings.command_line import Args, parse_args, usage
 from rltrain.settings.compose import compose, profile_defaults, to_yaml
 from rltrain.settings.schema import Config
+from rltrain.tasks import PictureTask
 from workers.cluster.worker_process import quiet
 
 # At the start of this file, modules that import torch are imported only for type annotations, because importing torch
@@ -596,22 +599,33 @@ def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
 
     For the built-in model, the tokenizer and the end tokens are known even before the model has been created.
     """
+    from rltrain.data.builtin_models import is_builtin
     from rltrain.data.model_directory import check_vocabulary, load_tokenizer
-    from rltrain.data.model_weights import BUILTIN_MODEL
 
-    if config.model.path == BUILTIN_MODEL:
+    if is_builtin(config.model.path):
         return builtin_task(config).tokenizer(), end_ids_of(config, None)
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary(config.model.path, tokenizer, f"model.path={config.model.path}")
     return tokenizer, end_ids_of(config, tokenizer)
 
 
+def placeholders_of(config: Config) -> ImagePlaceholders | None:
+    """Return the object that replaces the placeholders of images in prompts, or None if the model takes no images."""
+    from rltrain.data.builtin_models import is_builtin
+    from rltrain.data.image_models import load_processor, takes_images
+
+    if not takes_images(config.model.path):
+        return None
+    task = builtin_task(config) if is_builtin(config.model.path) else None
+    return ImagePlaceholders(task.processor() if isinstance(task, PictureTask) else load_processor(config.model.path))
+
+
 def end_ids_of(config: Config, tokenizer: Any) -> list[int]:
     """Return the ids of the tokens that end an answer. For the built-in model, the argument `tokenizer` is not used."""
+    from rltrain.data.builtin_models import is_builtin
     from rltrain.data.model_directory import end_token_ids
-    from rltrain.data.model_weights import BUILTIN_MODEL
 
-    if config.model.path == BUILTIN_MODEL:
+    if is_builtin(config.model.path):
         from rltrain.tasks.tokenizer import EOS_ID
 
         return [EOS_ID]
@@ -641,10 +655,10 @@ def start_model(config: Config, display: "ConsoleDisplay") -> str:
     If `model.path` names the built-in model and the model is not in the cache yet, `start_model` creates the model and
     reports the progress to `display`.
     """
+    from rltrain.data.builtin_models import is_builtin
     from rltrain.data.hub import portable
-    from rltrain.data.model_weights import BUILTIN_MODEL
 
-    if config.model.path == BUILTIN_MODEL:
+    if is_builtin(config.model.path):
         from rltrain.tasks.tiny_model import cached_start
 
         task = builtin_task(config)
@@ -661,8 +675,8 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, Prom
     Raise ConfigError if a data set lacks a column that a reward function reads, or if there are too few training
     prompts.
     """
+    from rltrain.data.builtin_models import is_builtin
     from rltrain.data.model_directory import check_prompt_ids
-    from rltrain.data.model_weights import BUILTIN_MODEL
     from rltrain.rewards.loading import check_columns, load_function
 
     check_stop_strings(config.rollout.stop, tokenizer)
@@ -673,7 +687,10 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, Prom
         "overlong": data.overlong_prompts,
         "special_tokens": data.special_tokens,
         "lossy_tokenizer": data.lossy_tokenizer,
-        "options": PromptOptions(prompt=data.prompt, system_prompt=data.system_prompt, chat=data.chat),
+        "options": PromptOptions(
+            prompt=data.prompt, system_prompt=data.system_prompt, chat=data.chat, images=data.images
+        ),
+        "placeholders": placeholders_of(config),
     }
     supervised = supervised_options(config, tokenizer)
     prompts = load_prompts(data.train, tokenizer, split="train", supervised=supervised, **options)
@@ -682,7 +699,9 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, Prom
         name: load_prompts(source, tokenizer, split="val", key=key, limit=data.val_size, **options)
         for name, (key, source) in data.evaluations.items()
     }
-    if config.model.path != BUILTIN_MODEL:
+    for one in (prompts, *evaluations.values()):
+        check_images(config, one)
+    if not is_builtin(config.model.path):
         for one in (prompts, *evaluations.values()):
             check_prompt_ids(config.model.path, one.largest_id(), one.where)
     for source in (prompts, *evaluations.values()):

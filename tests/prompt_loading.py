@@ -47,8 +47,8 @@ def coded(text: str) -> list[int]:
     return [ord(character) + 3 for character in text]
 
 
-def load(source, chosen=None, *, prompt=None, system_prompt=None, chat="auto", **changes):
-    options = PromptOptions(prompt=prompt, system_prompt=system_prompt, chat=chat)
+def load(source, chosen=None, *, prompt=None, system_prompt=None, chat="auto", images=None, **changes):
+    options = PromptOptions(prompt=prompt, system_prompt=system_prompt, chat=chat, images=images)
     settings = {
         "options": options,
         "split": "train",

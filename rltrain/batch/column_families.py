@@ -23,6 +23,8 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "ref_hidden_place": ("row", "int64, place of the row's `ref_hidden` on the rank that keeps it"),
     "prompt_experts": ("prompt", "(N, E), int16: numbers of the recorded experts of each token; -1 = not recorded"),
     "response_experts": ("response", "(N, E), int16: numbers of the recorded experts of each token; -1 = not recorded"),
+    "prompt_images": ("prompt", "int64, number of the image that the token shows a part of; 0 = no image"),
+    "image_files": ("images", "uint8, the files of the row's images; see `rltrain.batch.images`"),
     "full_kl": ("response", "exact KL of the actor from the reference model, computed before the update, nats"),
     "teacher_log_probs": ("response", "token's log-prob under the row's teacher, nats; undefined if `teacher` is -1"),
     "teacher_hidden": (

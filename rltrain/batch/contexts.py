@@ -24,6 +24,7 @@ class Contexts:
     Attributes:
         ids: (N,) int64 tokens of all C contexts. Each row's last response token is left out, because the model predicts
             no token after the last response token.
+        images: (N,) int64 number of the image that each token shows a part of, or 0; None if no row shows an image.
         lengths: (C,) number of tokens in each context.
         prompts: (C,) number of prompt tokens at the start of each context. Only a row's first context has a prompt.
         predicting: (R,) index into `ids` of the token before each of the R response tokens.
@@ -37,6 +38,16 @@ class Contexts:
     predicting: Tensor
     ends: Tensor
     first: Tensor
+    images: Tensor | None = None
+
+    @property
+    def keys(self) -> Tensor:
+        """(N,) int64; a model gets the same input at two tokens exactly if they have the same key.
+
+        The key of a token that shows a part of an image is minus the number of the image. The tokens of an image always
+        follow each other as a whole, so they need no different keys.
+        """
+        return self.ids if self.images is None else torch.where(self.images > 0, -self.images, self.ids)
 
 
 def row_tokens(batch: DataProto) -> Tensor:
@@ -84,9 +95,13 @@ def contexts_of(batch: DataProto) -> Contexts:
     is_input = positions(responses) < (responses - 1).repeat_interleave(responses)
     ids[at[is_input]] = batch.values("responses")[is_input]
     ends, first = starts[1:] - 1, torch.arange(len(responses))
+    images = None
+    if "prompt_images" in batch:
+        images = torch.zeros_like(ids)
+        images[ranges(starts[:-1], prompts)] = batch.values("prompt_images")
     if "context_starts" not in batch:
-        return Contexts(ids, starts.diff(), prompts, at - 1, ends, first)
+        return Contexts(ids, starts.diff(), prompts, at - 1, ends, first, images)
     begins = at[is_input & batch.values("context_starts")]
     all_starts, order = torch.cat([starts[:-1], begins, starts[-1:]]).sort(stable=True)
     prompts = torch.cat([prompts, torch.zeros_like(begins)])[order[:-1]]
-    return Contexts(ids, all_starts.diff(), prompts, at - 1, ends, order.argsort()[: len(responses)])
+    return Contexts(ids, all_starts.diff(), prompts, at - 1, ends, order.argsort()[: len(responses)], images)

@@ -130,6 +130,9 @@ def shared_starts(batch: DataProto) -> SharedStarts:
 def _same_prompts(batch: DataProto, rows: Tensor, others: Tensor) -> Tensor:
     """Return for each of `rows` whether its prompt equals the prompt of the corresponding row of `others`."""
     starts, lengths, ids = batch.offsets("prompts")[:-1], batch.lengths("prompts"), batch.values("prompts")
+    if "prompt_images" in batch:
+        images = batch.values("prompt_images")
+        ids = torch.where(images > 0, -images, ids)
     found = lengths[rows] == lengths[others]
     same, compared = rows[found], lengths[rows[found]]
     equal = ids[ranges(starts[same], compared)] == ids[ranges(starts[others[found]], compared)]
@@ -145,7 +148,7 @@ def _in_tree(batch: DataProto, rows: Tensor) -> tuple[Tensor, Tensor]:
     tokens fewer.
     """
     contexts = contexts_of(batch[rows])
-    tree = PrefixTree(contexts.ids.numpy(), contexts.lengths.tolist(), contexts.prompts.tolist())
+    tree = PrefixTree(contexts.keys.numpy(), contexts.lengths.tolist(), contexts.prompts.tolist())
     number = {segment: index for index, segment in enumerate(tree.segments())}
     leaves = [tree.leaves[context] for context in contexts.first.tolist()]
     order = sorted(range(len(rows)), key=lambda row: -1 if (leaf := leaves[row]) is None else number[leaf])

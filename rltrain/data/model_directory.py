@@ -6,7 +6,8 @@ from typing import Any
 
 from rltrain.base.errors import ConfigError
 from rltrain.data.hub import local_directory
-from rltrain.data.model_weights import check_weights, read_json, weight_files
+from rltrain.data.model_json import read_json
+from rltrain.data.model_weights import check_weights, weight_files
 from rltrain.data.parallel_plans import divides_heads, tensor_plan
 from rltrain.data.value_models import value_model
 from rltrain.settings.schema import Config, PlacementConfig

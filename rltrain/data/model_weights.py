@@ -8,7 +8,6 @@ weight files finds the name of every tensor that is missing, unexpected or of th
 """
 
 import contextlib
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -17,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.base.errors import ConfigError, one_line
+from rltrain.data.builtin_models import is_builtin
 from rltrain.data.hub import local_directory
+from rltrain.data.model_json import read_json
 from rltrain.settings.typed import require
 
-BUILTIN_MODEL = "builtin"
 SAFETENSORS, TORCH, INDEX = ".safetensors", ".bin", ".index.json"
+IMAGE_MODELS = ("idefics3", "llava")  # Types of models whose images training supports.
 NAMES = (f"model{SAFETENSORS}", f"model{SAFETENSORS}{INDEX}", f"pytorch_model{TORCH}", f"pytorch_model{TORCH}{INDEX}")
 NOT_FOR_ENGINES = ("training_args.bin", "optimizer.bin")  # Names of files that vLLM does not read as weights.
 AGAIN = "copy or download the model's files again, or save the model again with save_pretrained"
@@ -49,22 +50,6 @@ class StoredTensor:
     file: Path
     dtype: str
     shape: tuple[int, ...]
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of a model, or {} if the file does not exist.
-
-    Raises:
-        ConfigError: the file exists but does not hold a JSON object.
-    """
-    if not file.is_file():
-        return {}
-    try:
-        content: dict[str, Any] = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: not readable JSON ({error}); save the model again") from None
-    require(isinstance(content, dict), f"{file}: not a JSON object; save the model again")
-    return content
 
 
 def weight_files(folder: Path, where: str) -> list[Path]:
@@ -188,12 +173,34 @@ def _torch_file(file: Path, where: str) -> dict[str, StoredTensor]:
     return {name: StoredTensor(file, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in content.items()}
 
 
+def policy_class(path: str) -> Any:
+    """Return the transformers Auto class that builds the language model in a directory."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = read_json(local_directory(path) / "config.json").get("model_type")
+    return AutoModelForImageTextToText if kind in IMAGE_MODELS else AutoModelForCausalLM
+
+
+def text_attention(config: Any, attention: str) -> str | dict[str, str]:
+    """Return the value of `attn_implementation` that selects an attention function for the layers that process text.
+
+    Layers that process images keep the attention of torch (`sdpa`).
+
+    Args:
+        config: config of transformers of the whole model.
+        attention: name of an attention function in transformers.
+    """
+    if getattr(config, "vision_config", None) is None:
+        return attention
+    return {"text_config": attention, "vision_config": "sdpa"}
+
+
 def skeleton(path: str, kind: Any = None, where: str | None = None, *, attention: str = "eager") -> Any:
     """Build a transformers model on the meta device, in float32 and without allocating memory for weights.
 
     Args:
         path: the model's directory, or "builtin" for the built-in model.
-        kind: the transformers Auto class that builds the model; by default, `AutoModelForCausalLM`. A classification
+        kind: the transformers Auto class that builds the model; by default, `policy_class(path)`. A classification
             model is built with one output.
         where: the config key and the model's path, for the start of error messages; by default, the key `model.path`
             and the value of `path`.
@@ -203,18 +210,19 @@ def skeleton(path: str, kind: Any = None, where: str | None = None, *, attention
         ConfigError: transformers cannot build a model of the class `kind` from config.json.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    from rltrain.tasks.tiny_model import tiny_model
+    from rltrain.tasks.tiny_model import MODELS
 
     with torch.device("meta"):
-        if path == BUILTIN_MODEL:
-            return tiny_model()
-        kind = kind or AutoModelForCausalLM
+        if is_builtin(path):
+            return MODELS[path]()
+        kind = kind or policy_class(path)
         try:
-            folder, heads = local_directory(path), {} if kind is AutoModelForCausalLM else {"num_labels": 1}
+            folder, heads = local_directory(path), {"num_labels": 1} if "Classification" in kind.__name__ else {}
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **heads)
-            return kind.from_config(config, trust_remote_code=False, attn_implementation=attention, dtype=torch.float32)
+            options = {"attn_implementation": text_attention(config, attention), "dtype": torch.float32}
+            return kind.from_config(config, trust_remote_code=False, **options)
         except Exception as error:  # transformers raises an exception, for example, for an unknown model type.
             raise ConfigError(
                 f"{where or f'model.path={path}'}: transformers cannot create {kind.__name__} from its config.json "
@@ -239,7 +247,7 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
     Args:
         path: the model's directory.
         where: the config key and the model's path, for the start of error messages.
-        kind: the transformers Auto class of the model to check; by default, `AutoModelForCausalLM`.
+        kind: the transformers Auto class of the model to check; by default, `policy_class(path)`.
         new_head: whether training initializes the head (the parameters outside the base model) with new random values.
             If `new_head` is true, the check accepts weight files that lack the head, or that hold the head of another
             model.

@@ -1,12 +1,13 @@
 """Encoding of prompts, which are text or chat messages, into token ids."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rltrain.base.errors import ConfigError
+from rltrain.base.errors import ConfigError, one_line
 from rltrain.data.chat_templates import ChatTemplates, TemplateError
 from rltrain.data.control_tokens import ControlTokenError, ControlTokens
+from rltrain.data.prompt_images import ImageInfo, ImagePlaceholders
 from rltrain.data.token_bound import TokenBound
 from rltrain.settings.typed import require
 
@@ -38,6 +39,7 @@ class PromptEncoder:
             encodes the control token's name as ordinary text, "refuse" raises an error, and "allow" encodes the name as
             the control token.
         templates: renders chat messages with the tokenizer's chat template.
+        placeholders: replaces the placeholder tokens of images; None if the model takes no images.
 
     Attributes:
         spelling: number of prompts so far in which the name of a control token was encoded as ordinary text.
@@ -45,29 +47,42 @@ class PromptEncoder:
             token.
     """
 
-    def __init__(self, tokenizer: Any, *, special_tokens: SpecialTokens, templates: ChatTemplates) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        special_tokens: SpecialTokens,
+        templates: ChatTemplates,
+        placeholders: ImagePlaceholders | None = None,
+    ) -> None:
         self.tokenizer, self.special_tokens, self._templates = tokenizer, special_tokens, templates
+        self.placeholders = placeholders
         self.spelling, self.first_spelling = 0, ("", "")
         self._control, self._bound = ControlTokens(tokenizer), TokenBound(tokenizer)
         self._after = _tokens_added_after(tokenizer)
 
     def encode(
-        self, prompts: Mapping[int, Any], place: Callable[[int], str], max_length: int
+        self,
+        prompts: Mapping[int, Any],
+        place: Callable[[int], str],
+        max_length: int,
+        images: Mapping[int, Sequence[ImageInfo]] = {},
     ) -> Iterator[tuple[int, list[int] | Overlong]]:
         """Yield the row number and the token ids of each prompt, in the order of `prompts`. Prompts that are too long
-        are never truncated.
+        are never truncated. A prompt with images has one placeholder token for each image.
 
         Args:
             prompts: maps each row number to its prompt, which is text or chat messages as in the data.
             place: function that returns, for a row number, the location of that row for error messages.
-            max_length: maximum number of tokens in a prompt. For a prompt with more than `max_length` tokens, an
-                `Overlong` is yielded instead of token ids.
+            max_length: maximum number of tokens in a prompt, including the tokens of its images. For a prompt with more
+                than `max_length` tokens, an `Overlong` is yielded instead of token ids.
+            images: maps the row number of each prompt with images to its images.
 
         Raises:
             ConfigError: a row cannot be encoded. The message of the ConfigError is one line and names the row.
         """
         for row, prompt in prompts.items():
-            _require_prompt(prompt, self.tokenizer, place(row))
+            _require_prompt(prompt, self.tokenizer, place(row), parts=self.placeholders is not None)
         spelled, texts = self._spelled(prompts, place), {}
         found: dict[int, list[int] | Overlong] = {}
         for row, text in self._texts(prompts, place):
@@ -83,7 +98,7 @@ class PromptEncoder:
         for row in spelled.keys() & texts.keys():
             found[row] = self._as_text(prompts[row], texts[row], f"{place(row)}: the prompt contains {spelled[row]}")
         for row, prompt in prompts.items():
-            yield row, self._finished(found[row], prompt, place(row), max_length)
+            yield row, self._finished(found[row], prompt, place(row), max_length, images.get(row, ()))
 
     def _spelled(self, prompts: Mapping[int, Any], place: Callable[[int], str]) -> dict[int, str]:
         """Return a dict that maps the row number of each prompt to the first control-token name in the prompt.
@@ -121,6 +136,7 @@ class PromptEncoder:
                 text = next(rendered) if row in chats else prompt
             except TemplateError as error:
                 raise ConfigError(f"{place(list(chats)[error.chat])}: {error}") from error
+            _require_parts(prompt, text, place(row))
             yield row, unicode(text, place(row))
 
     def _encoded(self, texts: Mapping[int, str], *, add_special_tokens: bool) -> dict[int, list[int]]:
@@ -153,13 +169,24 @@ class PromptEncoder:
                 f"prompt, or {_ALLOW}"
             ) from error
 
-    def _finished(self, ids: list[int] | Overlong, prompt: Any, place: str, max_length: int) -> list[int] | Overlong:
+    def _finished(
+        self, ids: list[int] | Overlong, prompt: Any, place: str, max_length: int, images: Sequence[ImageInfo]
+    ) -> list[int] | Overlong:
         if isinstance(ids, Overlong):
             return ids
         ids = ids[: len(ids) - self._after] if isinstance(prompt, str) else ids
         require(bool(ids), f"{place}: the prompt has no tokens; {ROW_HELP}")
         ids = one_bos(ids, self.tokenizer.bos_token_id)
-        return Overlong(len(ids), exact=True) if len(ids) > max_length else ids
+        length = len(ids)
+        if self.placeholders is not None:
+            places = self.placeholders.places(ids)
+            require(
+                places == len(images),
+                f"{place}: the prompt has {len(images)} images, but the chat template wrote {places} placeholders for "
+                "images; use a chat template that writes one for each part {'type': 'image'}",
+            )
+            length = self.placeholders.length(ids, images)
+        return Overlong(length, exact=True) if length > max_length else ids
 
 
 def unicode(text: str, place: str, what: str = "the prompt") -> str:
@@ -188,7 +215,19 @@ def one_bos(ids: list[int], bos: int | None) -> list[int]:
     return ids[extra:]
 
 
-def _require_prompt(prompt: Any, tokenizer: Any, place: str) -> None:
+def _require_parts(prompt: Any, text: str, place: str) -> None:
+    """Raise ConfigError if a chat template has left out the text of a message that is a list of parts."""
+    for message in prompt if isinstance(prompt, list) else ():
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            words = str(part.get("text", "")).strip()
+            require(
+                words in text,
+                f"{place}: the chat template leaves out the text {one_line(repr(words), 60)} of a message; use a chat "
+                "template that writes the text of each part of a message",
+            )
+
+
+def _require_prompt(prompt: Any, tokenizer: Any, place: str, *, parts: bool) -> None:
     require(prompt is not None, f"{place}: no prompt; {ROW_HELP}")
     require(not isinstance(prompt, str | list) or bool(prompt), f"{place}: the prompt is empty; {ROW_HELP}")
     if isinstance(prompt, str):
@@ -197,6 +236,8 @@ def _require_prompt(prompt: Any, tokenizer: Any, place: str) -> None:
     require(good, f"{place}: the prompt is neither text nor chat messages; {ROW_HELP}")
     for message in prompt:
         content = message.get("content")
+        if parts and isinstance(content, list) and content:
+            continue  # `separated` has checked the parts.
         wrong = "a list of parts" if isinstance(content, list) else repr(content)
         require(
             isinstance(content, str),

@@ -21,6 +21,8 @@ messages in a column other than `prompt`, reward functions get the assistant's l
 `completion`. If the data has no column `answer`, reward functions get the column `solution` or `output` as the argument
 `answer`. If the data has a column `completion`, the argument `completion` is the value of this column and not the
 assistant's last message.
+
+`rltrain.data.prompt_images` describes how rows give images to models that take images.
 """
 
 import difflib
@@ -31,6 +33,8 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from rltrain.base.errors import ConfigError, one_line
+from rltrain.data.prompt_images import IMAGE_COLUMNS, separated
+from rltrain.data.row_error import RowError
 from rltrain.settings.typed import require
 
 Chat = Literal["auto", "always", "never"]
@@ -48,20 +52,14 @@ BRACES = "write each column as {COLUMN}, and a brace that is text as {{ or }}"
 _SHOWN = 60  # Maximum number of characters of a template that an error message shows.
 
 
-class RowError(ValueError):
-    """Raised if a row of the data cannot become a prompt.
-
-    The message of a `RowError` does not name the row; the caller adds the row's location.
-    """
-
-
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """The user's values of the config keys `data.prompt`, `data.system_prompt` and `data.chat`."""
+    """The user's values of the config keys `data.prompt`, `data.system_prompt`, `data.chat` and `data.images`."""
 
     prompt: str | None = None
     system_prompt: str | None = None
     chat: Chat = "auto"
+    images: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +91,8 @@ class PromptForm:
         read: function that returns the prompt of a row: text or chat messages. `read` does not check the type of the
             value that it returns. `read` raises RowError if a column that the template needs has no value, or if a
             message has an unknown speaker.
+        takes_images: whether the model sees the images of prompts.
+        images: name of the column with the images of a row; None if the data has no such column.
     """
 
     reads: tuple[str, ...]
@@ -103,6 +103,25 @@ class PromptForm:
     chat: Chat
     derived: Mapping[str, Derived]
     read: Reader
+    takes_images: bool = False
+    images: str | None = None
+
+    def shown(self, row: Row) -> tuple[Any, list[Any]]:
+        """Return the finished prompt of a row, and the images that the prompt shows, in order.
+
+        If the model takes images, the content of each chat message is a list of parts, and the part `{"type": "image"}`
+        marks the place of an image. Text with images becomes a user message.
+
+        Raises:
+            RowError: `read`, `finished` or `separated` rejects the row.
+        """
+        value = self.read(row)
+        if not self.takes_images:
+            return self.finished(value), []
+        column = _as_list(row.get(self.images)) if self.images is not None else []
+        if column and isinstance(value, str) and value and self.chat == "auto":
+            value = [{"role": "user", "content": value}]
+        return separated(self.finished(value), column)
 
     def finished(self, value: Any) -> Any:
         """Return the finished prompt (text or chat messages), given the value that `read` returned for a row.
@@ -148,7 +167,13 @@ class PromptForm:
 
 
 def prompt_form(
-    columns: Sequence[str], options: PromptOptions, *, where: str, has_template: bool, sample: Sequence[Row]
+    columns: Sequence[str],
+    options: PromptOptions,
+    *,
+    where: str,
+    has_template: bool,
+    sample: Sequence[Row],
+    takes_images: bool = False,
 ) -> PromptForm:
     """Decide how the rows of a data source become prompts.
 
@@ -158,12 +183,15 @@ def prompt_form(
         where: the config key and the source of the data, for the start of the error message.
         has_template: whether the tokenizer has a chat template.
         sample: some rows of the data, which show whether prompts are chat messages.
+        takes_images: whether the model sees the images of prompts.
 
     Raises:
-        ConfigError: a column that `data.prompt` names is missing, no column can be recognised as the prompt, or the
-            tokenizer lacks a chat template that the user's settings need.
+        ConfigError: a column that `data.prompt` or `data.images` names is missing, no column can be recognised as the
+            prompt, the tokenizer lacks a chat template that the user's settings need, or `data.images` is set and the
+            model takes no images.
     """
     _require_template(options, has_template)
+    images = _image_column(columns, options.images, where, takes_images)
     reads, read, source = _reader(columns, options.prompt, where)
     complete = read is _whole_prompt  # By default, text from the column `prompt` does not become a user message.
     derived: dict[str, Derived] = {}
@@ -174,7 +202,7 @@ def prompt_form(
         derived[ANSWER] = Derived(f"column {answer}", lambda row: row.get(answer))
     spoken = options.chat == "auto" and has_template and (not complete or options.system_prompt is not None)
     return PromptForm(
-        reads=reads,
+        reads=reads if images is None else (*reads, images),
         columns=(*(name for name in columns if name != PROMPT), *derived),
         source=source,
         as_user=options.chat == "always" or spoken,
@@ -182,7 +210,25 @@ def prompt_form(
         chat=options.chat,
         derived=derived,
         read=read,
+        takes_images=takes_images,
+        images=images,
     )
+
+
+def _image_column(columns: Sequence[str], given: str | None, where: str, takes_images: bool) -> str | None:
+    """Return the name of the column that holds the images of a row, or None if there is none."""
+    if given is None:
+        return next((name for name in IMAGE_COLUMNS if name in columns), None) if takes_images else None
+    require(
+        takes_images,
+        f"data.images={given}: the model takes no images; leave data.images out, or use a model for images and text",
+    )
+    require_column(given, columns, f"data.images={given}", where)
+    return given
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _require_template(options: PromptOptions, has_template: bool) -> None:

@@ -10,14 +10,25 @@ import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, overload
 
 from rltrain.base.errors import ConfigError
 from rltrain.data.chat_templates import ChatTemplates
 from rltrain.data.control_tokens import ControlTokens
 from rltrain.data.prompt_encoding import Overlong, PromptEncoder, SpecialTokens
-from rltrain.data.prompt_form import PromptForm, PromptOptions, RowError, prompt_form
-from rltrain.data.row_sources import Split, load_rows
+from rltrain.data.prompt_form import PromptForm, PromptOptions, prompt_form
+from rltrain.data.prompt_images import (
+    IMAGE_COLUMNS,
+    ImageInfo,
+    ImagePlaceholders,
+    PromptImages,
+    image_info,
+    read_image,
+    texts_of,
+)
+from rltrain.data.row_error import RowError
+from rltrain.data.row_sources import Split, load_rows, source_folder
 from rltrain.data.rows import Rows
 from rltrain.data.supervised_answers import SupervisedAnswers, SupervisedOptions, load_answers
 from rltrain.data.tokenizer_round_trip import loss
@@ -46,14 +57,16 @@ class Prompt:
         messages: the chat messages; None if the prompt is text.
         supervised_ids: token ids of the supervised answer, which the supervised loss trains on; None if the prompt has
             no supervised answer.
+        images: images that the prompt shows; None if it shows none.
     """
 
     index: int
     text: str
     ids: list[int]
     columns: dict[str, Any]
-    messages: list[dict[str, str]] | None = None
+    messages: list[dict[str, Any]] | None = None
     supervised_ids: list[int] | None = None
+    images: PromptImages | None = None
 
     @property
     def chat(self) -> Sequence[Mapping[str, Any]]:
@@ -76,10 +89,19 @@ class PromptSet(Sequence[Prompt]):
         described: one-line description, for the user, of the source of the prompts and of how the source's rows became
             prompts.
         supervised: the supervised answers to the prompts; None if the run has no supervised loss.
+        folder: folder to which the paths of images are relative.
     """
 
     def __init__(
-        self, source: str, rows: Rows, form: PromptForm, tokenizer: Any, *, special_tokens: SpecialTokens = "text"
+        self,
+        source: str,
+        rows: Rows,
+        form: PromptForm,
+        tokenizer: Any,
+        *,
+        special_tokens: SpecialTokens = "text",
+        placeholders: ImagePlaceholders | None = None,
+        folder: Path = Path(),
     ) -> None:
         self.source, self.where, self.own_splits, self.described = source, source, rows.own_splits, ""
         self.columns = form.columns
@@ -87,10 +109,13 @@ class PromptSet(Sequence[Prompt]):
         self.supervised: SupervisedAnswers | None = None
         self.notes: list[str] = []
         self._rows, self._form, self._tokenizer = rows, form, tokenizer
+        self._placeholders, self.folder = placeholders, folder
         allowed = special_tokens == "allow"
         self._left_out = tuple(token for token in tokenizer.all_special_tokens if token) if allowed else ()
         # Token ids are kept in flat arrays, because lists of Python ints would take ten times the memory.
         self._kept, self._ids, self._ends = array("q"), array("i"), array("q", [0])
+        # Number, width and height of each image of all prompts, and the end of each prompt's images.
+        self._images, self._image_ends = array("q"), array("q", [0])
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -105,20 +130,55 @@ class PromptSet(Sequence[Prompt]):
         # Indexing a `range` object converts a negative index to a positive index, and raises IndexError for an index
         # out of range.
         index = range(len(self))[index]
-        ids = self._ids[self._ends[index] : self._ends[index + 1]].tolist()
+        ids = self._short_ids(index)
         row = self._rows.row(self._kept[index])
-        text = self._form.finished(self._form.read(row))
+        text, values = self._form.shown(row)
         chat = text if isinstance(text, list) else None
+        images = self._shown_images(index, ids, values) if values else None
+        if images is not None:
+            assert self._placeholders is not None, "only models that take images have prompts with images"
+            ids, _ = self._placeholders.replaced(ids, self._infos(index))
         if not isinstance(text, str) or any(token in text for token in self._left_out):
             text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         supervised = None if self.supervised is None else self.supervised.ids(index)
-        return Prompt(index, text, ids, self._form.values(row), chat, supervised)
+        return Prompt(index, text, ids, self._form.values(row), chat, supervised, images)
+
+    def _infos(self, index: int) -> list[ImageInfo]:
+        """Return the numbers and sizes of the images of a prompt."""
+        flat = self._images[self._image_ends[index] : self._image_ends[index + 1]]
+        return [ImageInfo(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
+
+    def _shown_images(self, index: int, short_ids: list[int], values: Sequence[Any]) -> PromptImages:
+        """Read the images of a prompt again, and check that they are the images with which the run began."""
+        assert self._placeholders is not None, "only models that take images have prompts with images"
+        known, place = self._infos(index), self._rows.place(self._kept[index])
+        try:
+            files = tuple(read_image(value, self.folder) for value in values)
+            found = [image_info(file) for file in files]
+        except RowError as error:
+            raise ConfigError(f"{place}: {error}") from None
+        require(found == known, f"{place}: an image has changed since the run began; restore the image")
+        _, numbers = self._placeholders.replaced(short_ids, known)
+        return PromptImages(
+            tuple((image.number, file) for image, file in zip(known, files, strict=True)), short_ids, numbers
+        )
+
+    @property
+    def shows_images(self) -> bool:
+        """Whether a prompt shows an image."""
+        return bool(self._images)
+
+    @property
+    def all_show_images(self) -> bool:
+        """Whether each prompt shows an image."""
+        return all(begin < end for begin, end in itertools.pairwise(self._image_ends))
 
     def fingerprint(self) -> int:
         """Return a checksum of the prompts. The checksum covers the token ids and the order of the prompts, the column
         values that reward functions get, and the supervised answers.
         """
         crc = zlib.crc32(self._ends, zlib.crc32(self._ids))
+        crc = zlib.crc32(self._images, crc) if self._images else crc
         for values in () if self.supervised is None else self.supervised.arrays:
             crc = zlib.crc32(values, crc)
         for row in map(self._rows.row, self._kept if self.columns else ()):
@@ -147,17 +207,28 @@ class PromptSet(Sequence[Prompt]):
 
     def token_counts(self) -> list[int]:
         """Return the number of token ids of each prompt."""
-        return [end - start for start, end in itertools.pairwise(self._ends)]
+        short = [end - start for start, end in itertools.pairwise(self._ends)]
+        if self._placeholders is None or not self._images:
+            return short
+        return [len(self._placeholders.replaced(self._short_ids(i), self._infos(i))[0]) for i in range(len(short))]
 
     def largest_id(self) -> int:
         """Return the largest token id in any prompt or supervised answer."""
         return max(max(self._ids), 0 if self.supervised is None else self.supervised.largest_id())
 
-    def append(self, row: int, ids: Sequence[int]) -> None:
-        """Add a prompt, given as token ids, that was made from row number `row` of the source."""
+    def append(self, row: int, ids: Sequence[int], images: Sequence[ImageInfo] = ()) -> None:
+        """Add a prompt, given as token ids, that was made from row number `row` of the source.
+
+        `ids` has one placeholder token for each of the prompt's images.
+        """
         self._kept.append(row)
         self._ids.extend(ids)
         self._ends.append(len(self._ids))
+        self._images.extend(itertools.chain.from_iterable(images))
+        self._image_ends.append(len(self._images))
+
+    def _short_ids(self, index: int) -> list[int]:
+        return self._ids[self._ends[index] : self._ends[index + 1]].tolist()
 
 
 def load_prompts(
@@ -174,6 +245,7 @@ def load_prompts(
     lossy_tokenizer: Literal["refuse", "allow"] = "refuse",
     limit: int | None = None,
     supervised: SupervisedOptions | None = None,
+    placeholders: ImagePlaceholders | None = None,
 ) -> PromptSet:
     """Read, check and tokenize the prompts of a source.
 
@@ -200,6 +272,7 @@ def load_prompts(
         limit: maximum number of prompts to load. If the source has more than `limit` prompts, the first `limit` prompts
             that are not too long are kept.
         supervised: settings of the supervised answers to the prompts; None if no supervised answers are needed.
+        placeholders: replaces the placeholder tokens of images in prompts; None if the model takes no images.
 
     Raises:
         ConfigError: the prompt data is invalid. The message of the ConfigError is one line that names the file, the
@@ -207,16 +280,20 @@ def load_prompts(
     """
     where = f"data.{key or split}={source}"
     rows = load_rows(source, where, split=split, seed=seed, limit=limit)
-    for name in RESERVED_COLUMNS:
-        require(
-            name not in rows.columns,
-            f"{where}: column '{name}' has a name that is reserved for a part of the scored sample; rename the column",
-        )
-    has_template, sample = bool(tokenizer.chat_template), rows.read(0, _BATCH, rows.columns)
-    form = prompt_form(rows.columns, options, where=where, has_template=has_template, sample=sample)
-    prompts = PromptSet(source, rows, form, tokenizer, special_tokens=special_tokens)
+    form = _form(rows, options, where, tokenizer, takes_images=placeholders is not None)
+    prompts = PromptSet(
+        source,
+        rows,
+        form,
+        tokenizer,
+        special_tokens=special_tokens,
+        placeholders=placeholders,
+        folder=source_folder(source, where),
+    )
     with ChatTemplates() as templates:
-        encoder = PromptEncoder(tokenizer, special_tokens=special_tokens, templates=templates)
+        encoder = PromptEncoder(
+            tokenizer, special_tokens=special_tokens, templates=templates, placeholders=placeholders
+        )
         too_long, chats = _encode(rows, form, prompts, encoder, max_prompt_length, limit)
     if too_long and overlong == "refuse":
         raise _overlong_error(rows, too_long, max_prompt_length)
@@ -243,6 +320,23 @@ def load_prompts(
     return prompts
 
 
+def _form(rows: Rows, options: PromptOptions, where: str, tokenizer: Any, *, takes_images: bool) -> PromptForm:
+    """Decide how the rows become prompts. Raise ConfigError if a column has a reserved name, or no column fits."""
+    for name in RESERVED_COLUMNS:
+        require(
+            name not in rows.columns,
+            f"{where}: column '{name}' has a name that is reserved for a part of the scored sample; rename the column",
+        )
+    return prompt_form(
+        rows.columns,
+        options,
+        where=where,
+        has_template=bool(tokenizer.chat_template),
+        sample=rows.read(0, _BATCH, rows.columns),
+        takes_images=takes_images,
+    )
+
+
 def _encode(
     rows: Rows, form: PromptForm, prompts: PromptSet, encoder: PromptEncoder, max_length: int, limit: int | None
 ) -> tuple[dict[int, Overlong], int]:
@@ -255,42 +349,48 @@ def _encode(
     too_long: dict[int, Overlong] = {}
     chats = 0
     for start in range(0, len(rows), _BATCH):
-        batch, of_chat = _prompts(rows, form, start)
-        for row, ids in encoder.encode(batch, rows.place, max_length):
+        batch, of_chat, images = _prompts(rows, form, start, prompts.folder)
+        for row, ids in encoder.encode(batch, rows.place, max_length, images):
             if limit is not None and len(prompts) == limit:
                 return too_long, chats
             chats += row in of_chat
             if isinstance(ids, Overlong):
                 too_long[row] = ids
             else:
-                prompts.append(row, ids)
+                prompts.append(row, ids, images.get(row, ()))
     return too_long, chats
 
 
-def _prompts(rows: Rows, form: PromptForm, start: int) -> tuple[dict[int, Any], set[int]]:
-    """Read the batch of rows that begins at row number `start`. Return a dict that maps the number of each row to the
-    row's prompt, and the set of the numbers of rows whose prompts are chat messages.
+def _prompts(
+    rows: Rows, form: PromptForm, start: int, folder: Path
+) -> tuple[dict[int, Any], set[int], dict[int, list[ImageInfo]]]:
+    """Read the batch of rows that begins at row number `start`.
+
+    Returns:
+        Three values: a dict that maps the number of each row to the row's prompt, the set of the numbers of rows that
+        hold chat messages, and a dict that maps the number of each row with images to its images.
     """
-    found, chats = {}, set()
+    found, chats, images = dict[int, Any](), set[int](), dict[int, list[ImageInfo]]()
     for index, row in zip(itertools.count(start), rows.read(start, start + _BATCH, form.reads), strict=False):
         try:
-            value = form.read(row)
-            found[index] = form.finished(value)
+            found[index], values = form.shown(row)
+            if values:
+                images[index] = [image_info(read_image(value, folder)) for value in values]
         except RowError as error:
             raise ConfigError(f"{rows.place(index)}: {error}") from None
-        if isinstance(value, list):
+        if isinstance(row.get(form.reads[0]), list):
             chats.add(index)
-    return found, chats
+    return found, chats, images
 
 
 def _require_round_trips(rows: Rows, form: PromptForm, kept: Sequence[int], tokenizer: Any) -> None:
     """Raise ConfigError if the tokenizer loses a part of the prompt of any row whose number is in `kept`."""
     control = ControlTokens(tokenizer)
-    prompts = [(row, form.finished(form.read(rows.row(row)))) for row in kept]
+    prompts = [(row, form.shown(rows.row(row))[0]) for row in kept]
     texts = [
         (row, text)
         for row, prompt in prompts
-        for text in ([prompt] if isinstance(prompt, str) else [message["content"] for message in prompt])
+        for text in texts_of(prompt)
         # Text with names of added tokens is not checked, because tokenizers may drop white space next to added tokens.
         if not control.spells_added(text)
     ]
@@ -308,6 +408,9 @@ def _notes(where: str, prompts: PromptSet, encoder: PromptEncoder, limit: int) -
     text.
     """
     notes = []
+    unseen = [name for name in IMAGE_COLUMNS if name in prompts.columns] if encoder.placeholders is None else []
+    if unseen:
+        notes.append(f"{where}: the model takes no images, so it does not see the column {unseen[0]}")
     if prompts.filtered:
         notes.append(
             f"{where}: prompts left out because they are longer than rollout.max_prompt_length={limit}: "

@@ -10,6 +10,7 @@ The form of a source determines its kind. If a source fits several forms in this
 """
 
 import re
+from pathlib import Path
 from typing import Literal
 
 from rltrain.base.storage import local_path
@@ -57,6 +58,18 @@ def check_source(source: str, where: str) -> None:
             find_path(source, where)
         case "hub":
             require_library(where)
+
+
+def source_folder(source: str, where: str) -> Path:
+    """Return the folder to which paths in the rows of a source are relative.
+
+    For a data file, this is the file's folder, and for a folder of data files, the folder itself. For other sources, it
+    is the working directory.
+    """
+    if kind_of(source, where) != "path":
+        return Path()
+    path = find_path(source, where)
+    return path if path.is_dir() else path.parent
 
 
 def load_rows(source: str, where: str, *, split: Split, seed: int, limit: int | None) -> Rows:

@@ -21,7 +21,8 @@ from rltrain.base.errors import ConfigError
 from rltrain.data.chat_templates import ChatTemplates, TemplateError
 from rltrain.data.control_tokens import ControlTokenError, ControlTokens
 from rltrain.data.prompt_encoding import Overlong, SpecialTokens
-from rltrain.data.prompt_form import BRACES, PromptForm, Row, RowError, require_column, shown, template_parts
+from rltrain.data.prompt_form import BRACES, PromptForm, Row, require_column, shown, template_parts
+from rltrain.data.row_error import RowError
 from rltrain.data.rows import Rows
 from rltrain.data.token_bound import TokenBound
 from rltrain.data.tokenizer_round_trip import loss
@@ -360,7 +361,7 @@ def _texts(
         except RowError as error:
             raise ConfigError(f"{rows.place(number)}: {error}") from None
         if text is not None:
-            texts[number], chats[number] = text, isinstance(form.finished(form.read(row)), list)
+            texts[number], chats[number] = text, isinstance(form.shown(row)[0], list)
     return texts, chats
 
 

@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 from rltrain.data.hub import local_directory
-from rltrain.data.model_weights import read_json
+from rltrain.data.model_json import read_json
 
 
 def value_model(path: str) -> Any:

@@ -347,7 +347,7 @@ def sample_text(
     prompt, response = str(objects["prompt_text"][row]), str(objects["response_text"][row])
     if text_of is not None:
         only = batch[row : row + 1]
-        prompt, response = (text_of(only.values(name).tolist()) for name in ("prompts", "responses"))
+        prompt, response = text_of(_shown_prompt(only)), text_of(only.values("responses").tolist())
     ending = {"stop": "", "length": " (cut at the length limit)"}.get(objects["finish_reason"][row], " (aborted)")
     return Text.assemble(
         (f"  sample of step {step}\n", "dim"),
@@ -359,6 +359,15 @@ def sample_text(
         ("    reward  ", "dim"),
         _score_text(batch, row, components),
     )
+
+
+def _shown_prompt(row: DataProto) -> list[int]:
+    """Return the token ids of the prompt of a batch with one row, with one token for each image."""
+    ids = row.values("prompts")
+    if "prompt_images" in row:
+        images = row.values("prompt_images")
+        ids = ids[(images == 0) | (images != images.roll(1))]
+    return [int(token) for token in ids.tolist()]
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> list[Text]:

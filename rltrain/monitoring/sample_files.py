@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rltrain.batch.data_proto import DataProto
+from rltrain.batch.images import images_of
 from rltrain.data.stored_samples import ROLLOUTS, sample_files
 
 EVALUATED = "evaluations"  # Name of the subfolder of a run's output folder that holds the tables of evaluations.
@@ -30,6 +31,8 @@ _OF_TOKENS = (
     "policy_version",
     "advantages",
 )
+# Type of the column `images`: for each sample, a list of image files.
+IMAGES = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
 _OF_ACTOR_PASS = ("old_log_probs", "entropies")
 
 
@@ -108,7 +111,8 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
     a reward function is null if the function does not apply to the sample or if the sample's reward failed. In a run
     without rewards, the whole column `reward_components` is null. In a run with an environment, the column `messages`
     holds the conversation as JSON. In a run with an environment, the columns `turns`, `contexts` and `tool_calls` hold
-    counts, and the column `stop_reason` holds the reason why the conversation ended.
+    counts, and the column `stop_reason` holds the reason why the conversation ended. If prompts show images, the column
+    `images` holds the images' files in the form of data sets of the Hugging Face hub.
     """
     objects = batch.non_tensor_batch
     offsets = batch.offsets("responses")
@@ -136,6 +140,9 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
         if name in batch:
             values = pa.array(batch.values(name).numpy(), mask=unknown if name in _OF_ACTOR_PASS else None)
             columns[names.get(name, name)] = pa.ListArray.from_arrays(offsets.int().numpy(), values)
+    if "image_files" in batch:
+        rows = [[{"bytes": file, "path": None} for _, file in row] for row in images_of(batch)]
+        columns["images"] = pa.array(rows, IMAGES)
     columns["prompt_ids"] = pa.ListArray.from_arrays(
         batch.offsets("prompts").int().numpy(), batch.values("prompts").numpy()
     )

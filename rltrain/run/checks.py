@@ -15,6 +15,8 @@ from rltrain.base.cache_folder import cache_root
 from rltrain.base.cpu_threads import cpu_cores
 from rltrain.base.errors import ConfigError, described
 from rltrain.base.storage import Folder, absolute, local_path
+from rltrain.data.builtin_models import is_builtin
+from rltrain.data.image_models import why_no_images
 from rltrain.data.model_directory import (
     check_critic,
     check_directory,
@@ -25,9 +27,11 @@ from rltrain.data.model_directory import (
     load_tokenizer,
     model_config,
 )
-from rltrain.data.model_weights import BUILTIN_MODEL, check_engine_files, check_weights
+from rltrain.data.model_weights import check_engine_files, check_weights
 from rltrain.data.prompt_form import template_parts
+from rltrain.data.prompt_images import IMAGE_COLUMNS
 from rltrain.data.prompt_pools import most_in_flight
+from rltrain.data.prompts import PromptSet
 from rltrain.data.row_sources import check_source
 from rltrain.monitoring.trackers.loading import check_trackers
 from rltrain.rewards.loading import AGGREGATIONS, check_aggregation, is_environment_reward, load_function
@@ -94,7 +98,7 @@ def check_without_models(config: Config) -> None:
     check_trackers(config.trainer.trackers)
     config.rollout.description.check(config)
     _check_data(config.data)
-    if config.model.path == BUILTIN_MODEL:
+    if is_builtin(config.model.path):
         builtin_task(config)
     else:
         local_path(config.model.path, f"model.path={config.model.path}")
@@ -109,7 +113,7 @@ def check_without_models(config: Config) -> None:
 
 def check_models(config: Config) -> None:
     """Check that the model, the reward models and the teachers fit the other settings in the config."""
-    if config.model.path != BUILTIN_MODEL:
+    if not is_builtin(config.model.path):
         check_directory(config.model.path)
     for model in config.reward.models:
         check_reward_model(model.path, model.key)
@@ -117,7 +121,7 @@ def check_models(config: Config) -> None:
     for teacher in config.algorithm.distillation.models:
         check_teacher(config, teacher.path, teacher.key)
     check_limits(config, _model_config(config.model.path))
-    if config.model.path != BUILTIN_MODEL:
+    if not is_builtin(config.model.path):
         _check_weights(config)
     _check_division(config)
     if config.model.lora is not None:
@@ -257,7 +261,44 @@ def builtin_task(config: Config) -> BuiltinTask:
         raise ConfigError(
             f"data.train={source}: unknown built-in task; the nearest is '{near}', and all tasks are {', '.join(names)}"
         )
-    return TASKS[source.removeprefix(BUILTIN)]
+    task = TASKS[source.removeprefix(BUILTIN)]
+    require(
+        config.model.path == task.model,
+        f"model.path={config.model.path} with data.train={source}: the task has another tiny model; use "
+        f"model.path={task.model}",
+    )
+    return task
+
+
+def check_images(config: Config, prompts: PromptSet) -> None:
+    """Check that the run can train on the images of its prompts.
+
+    Raises:
+        ConfigError: training does not support the images of the model, or the config has a setting that excludes
+            images.
+    """
+    where, path = prompts.where, config.model.path
+    reason = why_no_images(path)
+    unseen = next((name for name in IMAGE_COLUMNS if name in prompts.columns), None)
+    require(
+        not reason or unseen is None,
+        f"model.path={path}: {where} has the column {unseen}, but training does not support the images of this model: "
+        f"{reason}; use a model of another type, or remove the column",
+    )
+    if not prompts.shows_images:
+        return
+    start = f"{where}: prompts with images cannot be used with"
+    require(not config.rollout.has_environment, f"{start} rollout.environment; use text prompts")
+    require(not needs_critic(config.algorithm), f"{start} a critic; use an algorithm without one, such as grpo")
+    require(not config.algorithm.distillation.models, f"{start} algorithm.distillation; use text prompts")
+    require(not config.reward.models, f"{start} reward.models; use reward.functions")
+    ranks = config.placement.ranks_per_pack
+    require(ranks == 1, f"{start} ranks that split tokens or layers ({ranks} ranks for a pack); divide only the data")
+    require(
+        config.placement.actor_ranks == 1 or prompts.all_show_images,
+        f"{where}: some prompts have images and others have none, which needs a single training rank; use "
+        "placement.actor_ranks=1, or prompts that all have images",
+    )
 
 
 def check_cache(config: Config) -> None:
@@ -266,7 +307,7 @@ def check_cache(config: Config) -> None:
     Raises:
         ConfigError: the cache folder of rltrain (`RLTRAIN_CACHE`) cannot be written to.
     """
-    if config.model.path == BUILTIN_MODEL:
+    if is_builtin(config.model.path):
         from rltrain.tasks.tiny_model import start_path
 
         where, start = f"RLTRAIN_CACHE={cache_root()}", start_path(builtin_task(config))
@@ -381,14 +422,14 @@ def _model_config(path: str) -> Mapping[str, Any]:
 
     The Hugging Face config of the built-in model is known even before the model is trained.
     """
-    if path != BUILTIN_MODEL:
+    if not is_builtin(path):
         return model_config(path)
     import torch
 
-    from rltrain.tasks.tiny_model import tiny_model
+    from rltrain.tasks.tiny_model import MODELS
 
     with torch.device("meta"):  # On the meta device, creating a model draws no random numbers.
-        return dict(tiny_model().config.to_dict())
+        return dict(MODELS[path]().config.get_text_config().to_dict())
 
 
 def _check_rewards(config: Config) -> None:

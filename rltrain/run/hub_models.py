@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from rltrain.data.builtin_models import is_builtin
 from rltrain.data.hub import HubName, fetch, hub_name
-from rltrain.data.model_weights import BUILTIN_MODEL
 from rltrain.monitoring.heartbeat import Heartbeat
 from rltrain.settings.distillation_config import TEACHER_KEY
 from rltrain.settings.reward_config import REWARD_MODEL_KEY
@@ -28,7 +28,7 @@ def fetch_models(config: Config, heartbeat: Heartbeat) -> Config:
     paths = {"model.path": config.model.path}
     paths |= {model.key: model.path for model in config.reward.models}
     paths |= {teacher.key: teacher.path for teacher in distillation.models}
-    names = {key: hub_name(path) for key, path in paths.items() if path != BUILTIN_MODEL}
+    names = {key: hub_name(path) for key, path in paths.items() if not is_builtin(path)}
     wanted = {key: name for key, name in names.items() if name is not None}
     kept: dict[tuple[str, str], str] = {}
     if config.trainer.resume != "never" and any(name.revision is None for name in wanted.values()):

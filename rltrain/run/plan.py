@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from rltrain.data.builtin_models import is_builtin
 from rltrain.settings.algorithm_config import AlgorithmConfig, CorrectionConfig, NormalizationConfig
 from rltrain.settings.distillation_config import REFERENCE
 from rltrain.settings.sampling_config import ReuseConfig
@@ -415,7 +416,7 @@ def _knobs(knobs: dict[str, Any]) -> str:
 
 def _model(config: Config, facts: Facts) -> str:
     size = f"; {_size(facts.parameters)} parameters" if facts.parameters else ""
-    name = "built-in tiny model" if config.model.path == "builtin" else facts.path
+    name = "built-in tiny model" if is_builtin(config.model.path) else facts.path
     return f"{name}{size}; {config.model.dtype}{_adapters(config, facts)}"
 
 

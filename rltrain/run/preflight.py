@@ -12,8 +12,8 @@ from rltrain.base.cache_folder import cache_root
 from rltrain.base.errors import ConfigError
 from rltrain.base.storage import Folder
 from rltrain.base.storage import absolute as absolute_url
+from rltrain.data.builtin_models import is_builtin
 from rltrain.data.hub import hub_name, portable
-from rltrain.data.model_weights import BUILTIN_MODEL
 from rltrain.rewards.loading import absolute
 from rltrain.run.checks import output_folder
 from rltrain.settings.algorithm_rules import needs_critic
@@ -307,7 +307,7 @@ def _shared_folders(config: Config) -> dict[str, Path]:
     checkpoints = Folder(absolute_url(trainer.checkpoint_dir))
     if checkpoints.local:
         folders[f"trainer.checkpoint_dir={trainer.checkpoint_dir}"] = Path(checkpoints.root)
-    if config.model.path == BUILTIN_MODEL:
+    if is_builtin(config.model.path):
         folders[f"RLTRAIN_CACHE={cache_root()}"] = cache_root().absolute()
     return folders
 
@@ -322,7 +322,7 @@ def _same_everywhere(config: Config) -> Mapping[str, str]:
     found = {
         f"{key}={path}": portable(path)
         for key, path in models.items()
-        if path != BUILTIN_MODEL and hub_name(path) is None
+        if not is_builtin(path) and hub_name(path) is None
     }
     if "." in config.rollout.engine:
         found[f"rollout.engine={config.rollout.engine}"] = str(engine_folder(config.rollout.engine))

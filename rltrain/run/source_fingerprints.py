@@ -7,8 +7,9 @@ only if its data, reward functions and models still have the fingerprints that t
 import zlib
 from pathlib import Path
 
+from rltrain.data.builtin_models import is_builtin
 from rltrain.data.hub import local_directory
-from rltrain.data.model_weights import BUILTIN_MODEL, weight_files
+from rltrain.data.model_weights import weight_files
 from rltrain.data.prompts import PromptSet
 from rltrain.rewards.loading import absolute, source_name
 from rltrain.settings.schema import Config
@@ -46,7 +47,7 @@ def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
     for teacher in algorithm.distillation.models:
         found[f"{teacher.key}={teacher.path}"] = _weights(teacher.path, f"{teacher.key}={teacher.path}")
     stays = config.model.lora is not None or (algorithm.needs_reference and not algorithm.refreshes_reference)
-    if stays and config.model.path != BUILTIN_MODEL:
+    if stays and not is_builtin(config.model.path):
         key = f"model.path={config.model.path}"
         found[key] = _weights(config.model.path, key)
     return found

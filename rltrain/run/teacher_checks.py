@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rltrain.base.errors import ConfigError
+from rltrain.data.builtin_models import is_builtin
 from rltrain.data.model_directory import load_tokenizer, text_config
-from rltrain.data.model_weights import BUILTIN_MODEL
 from rltrain.data.prompts import PromptSet
 from rltrain.settings.distillation_config import TeacherConfig
 from rltrain.settings.schema import Config
@@ -55,7 +55,7 @@ def _check_tokenizer(config: Config, teacher: TeacherConfig, tokenizer: Any) -> 
             f"is {token!r}, with id {id} for the policy and {there} for the teacher; use a teacher with the policy's "
             "tokenizer"
         )
-    if config.model.path != BUILTIN_MODEL:
+    if not is_builtin(config.model.path):
         size, least = text_config(teacher.path).get("vocab_size"), text_config(config.model.path).get("vocab_size")
         require(
             not isinstance(size, int) or not isinstance(least, int) or size >= least,
@@ -66,7 +66,8 @@ def _check_tokenizer(config: Config, teacher: TeacherConfig, tokenizer: Any) -> 
 
 def _check_rows(config: Config, prompts: PromptSet) -> None:
     """Raise ConfigError if a data row names no teacher, or lacks a value that the teacher's prompt template inserts."""
-    from rltrain.data.prompt_form import RowError, filled, template_parts
+    from rltrain.data.prompt_form import filled, template_parts
+    from rltrain.data.row_error import RowError
     from rltrain.trajectories.teachers import number_of
 
     distillation, readers = config.algorithm.distillation, []

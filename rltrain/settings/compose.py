@@ -125,7 +125,7 @@ def _default_choices(items: list[Item]) -> list[Item]:
     """Return the choices of config groups that follow from the user's settings, where `config/train.yaml` has other
     defaults.
 
-    - `profile=instruct` if `model.path` is not `builtin`, and otherwise `profile=conversation` if the task is a
+    - `profile=instruct` if `model.path` names no built-in model, and otherwise `profile=conversation` if the task is a
       built-in task with several turns.
     - `reward=none` if `data.train` is not a built-in task, because the reward of a built-in task is wrong for other
       data.
@@ -135,7 +135,7 @@ def _default_choices(items: list[Item]) -> list[Item]:
     taken = chosen(items)
     found: list[Item] = []
     if "profile" not in taken:
-        if _last(items, "model.path", "builtin") != "builtin":
+        if not str(_last(items, "model.path", "builtin")).startswith("builtin"):
             found.append(Choice("profile", "instruct"))
         elif isinstance(TASKS.get(taken.get("data", "")), ConversationTask):
             found.append(Choice("profile", "conversation"))

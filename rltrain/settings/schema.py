@@ -252,8 +252,9 @@ class ModelConfig:
 
     path: str = key(
         "Causal language model in Hugging Face format: a directory, or a name on the Hugging Face hub. The run "
-        "records the commit of a hub model. builtin: the tiny model of the built-in task in data.train.",
-        values="`builtin`, the path of a directory, or `ORG/NAME` with an optional `@REVISION`",
+        "records the commit of a hub model. builtin: the tiny model of the built-in task in data.train. "
+        "builtin-vision: the tiny model of the built-in task with pictures.",
+        values="`builtin`, `builtin-vision`, the path of a directory, or `ORG/NAME` with an optional `@REVISION`",
     )
     dtype: Literal["float32", "bfloat16"] = key(
         "Number format of the engine and of the trainer's matrix products. Master weights are always float32."
@@ -399,6 +400,12 @@ class DataConfig:
         "Text of the system message before each prompt. A system message needs a chat template. null: no system "
         "message.",
         values="text, or `null`; used exactly as typed",
+        text=True,
+    )
+    images: str | None = key(
+        "Column with the images of a row's prompt, for models that take images. null: the column images or image, if "
+        "the data has one, and the images in chat messages.",
+        values="name of a column, or `null`; used exactly as typed",
         text=True,
     )
     chat: Literal["auto", "always", "never"] = key(

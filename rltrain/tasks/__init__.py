@@ -5,6 +5,7 @@ Importing the package `rltrain.tasks` does not import torch.
 
 from rltrain.tasks.base import Task
 from rltrain.tasks.conversation import ConversationTask
+from rltrain.tasks.digit import DIGIT, PictureTask
 from rltrain.tasks.higher_lower import HIGHER_LOWER
 from rltrain.tasks.lookup import LOOKUP
 from rltrain.tasks.median import MEDIAN
@@ -13,7 +14,7 @@ from rltrain.tasks.sort import SORT
 BUILTIN = (
     "builtin:"  # A source of prompts that begins with BUILTIN, as in `data.train=builtin:sort`, is a built-in task.
 )
-BuiltinTask = Task | ConversationTask
-TASKS: dict[str, BuiltinTask] = {task.name: task for task in (MEDIAN, SORT, LOOKUP, HIGHER_LOWER)}
+BuiltinTask = Task | ConversationTask | PictureTask
+TASKS: dict[str, BuiltinTask] = {task.name: task for task in (MEDIAN, SORT, LOOKUP, HIGHER_LOWER, DIGIT)}
 
-__all__ = ["BUILTIN", "TASKS", "BuiltinTask", "ConversationTask", "Task"]
+__all__ = ["BUILTIN", "TASKS", "BuiltinTask", "ConversationTask", "PictureTask", "Task"]

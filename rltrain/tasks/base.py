@@ -20,10 +20,12 @@ class Example:
     Attributes:
         ids: token ids of the prompt, followed by the token ids of the flawed answer or of the flawed conversation.
         trained: for each token, whether the model learns to predict it.
+        image: content of the image file that the prompt shows; None if it shows none.
     """
 
     ids: Sequence[int]
     trained: Sequence[bool]
+    image: bytes | None = None
 
 
 class Imitated(Protocol):
@@ -32,6 +34,10 @@ class Imitated(Protocol):
     @property
     def name(self) -> str:
         """Name of the built-in task."""
+
+    @property
+    def model(self) -> str:
+        """Value of the config key `model.path` that names the task's starting model."""
 
     @property
     def examples_per_step(self) -> int:
@@ -61,6 +67,7 @@ class Task:
         reward: import path `module:function` of the task's reward function.
         max_response_length: suggested limit on the length of a response in tokens, including the end token.
         examples_per_step: number of flawed answers in one optimizer step when the starting model is trained.
+        model: value of the config key `model.path` that names the task's starting model.
     """
 
     name: str
@@ -71,6 +78,7 @@ class Task:
     reward: str
     max_response_length: int
     examples_per_step: int = 64
+    model: str = "builtin"
 
     @property
     def max_prompt_length(self) -> int:

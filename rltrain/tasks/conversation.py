@@ -37,6 +37,7 @@ class ConversationTask:
         tools: functions that the policy can call.
         phrases: texts that the task's tokenizer encodes as one token each.
         examples_per_step: number of flawed conversations in one optimizer step when the starting model is trained.
+        model: value of the config key `model.path` that names the task's starting model.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ConversationTask:
     tools: Sequence[Callable[..., Any]] = ()
     phrases: Sequence[str] = ()
     examples_per_step: int = 24
+    model: str = "builtin"
 
     def prompts(self, split: str, seed: int, count: int) -> list[Row]:
         """Draw `count` rows with the column `question` and the columns for the environment and the reward.

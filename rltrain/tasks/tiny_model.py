@@ -9,19 +9,33 @@ import hashlib
 import logging
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import (
+    GenerationConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+)
 
 from rltrain import environments, tasks
 from rltrain.base.cache_folder import cache_root
 from rltrain.tasks.base import Example, Imitated
+from rltrain.tasks.digit import SIZE, PictureTask, picture_of
 from rltrain.tasks.tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE
+from rltrain.tasks.vision_processor import IMAGE_ID, PATCH, SHUFFLE
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +80,56 @@ def tiny_model() -> Qwen2ForCausalLM:
     return model
 
 
+def tiny_vision_model() -> Idefics3ForConditionalGeneration:
+    """Build an Idefics3 model with 0.5M float32 parameters: two layers for images and two for text.
+
+    The initial weights are drawn from torch's global random generator.
+    """
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": SIZE,
+        "patch_size": PATCH,
+    }
+    text = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.03,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
+    config = Idefics3Config(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=IMAGE_ID,
+        scale_factor=SHUFFLE,
+        tie_word_embeddings=True,
+        pad_token_id=PAD_ID,
+        dtype="float32",
+    )
+    model: Idefics3ForConditionalGeneration = Idefics3ForConditionalGeneration._from_config(
+        config, attn_implementation="sdpa", dtype=torch.float32
+    )
+    # With the usual standard deviation of 0.02, so narrow a model learns nothing about pictures in the first minutes.
+    for name, parameter in model.named_parameters():
+        if "text_model" not in name and parameter.ndim > 1:
+            nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+    return model
+
+
+# Maps the values of `model.path` that name a built-in model to the function that builds the model with random weights.
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {"builtin": tiny_model, "builtin-vision": tiny_vision_model}
+
+
 def make_start(
     task: Imitated, path: str | Path, *, seed: int, steps: int = STEPS, on_step: OnStep | None = None
 ) -> Path:
@@ -92,9 +156,9 @@ def make_start(
             f"{path}: already exists, but the starting model needs a new path; remove this path, or choose another"
         )
     with _own_random_state(seed), _threads(THREADS):
-        model = tiny_model()
+        model = MODELS[task.model]()
         _train(model, task, Random(f"{task.name}/start/{seed}"), steps=steps, on_step=on_step)
-        _save(model, task.tokenizer(), path)
+        _save(model, task, path)
     return path
 
 
@@ -123,43 +187,52 @@ def start_path(task: Imitated, *, seed: int = 0, steps: int = STEPS) -> Path:
     return cache_root() / "starts" / f"{task.name}-{seed}-{_recipe_hash(task, seed=seed, steps=steps)}"
 
 
-def messy_batch(
-    task: Imitated, tokenizer: Qwen2Tokenizer, rng: Random, size: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Draw `size` random prompts with flawed answers for supervised training.
+@dataclass(frozen=True)
+class MessyRows:
+    """Prompts with flawed answers, all of the same length, so that neither padding nor an attention mask is needed.
 
-    Return one pair (token ids, labels) of int64 tensors (rows, tokens) for each row length, shortest first. A label is
-    the token's id if the model is trained to predict the token, else `IGNORED`. Only rows of equal length are put into
-    one tensor, so neither padding nor an attention mask is needed.
+    Attributes:
+        ids: (rows, tokens) int64 token ids.
+        labels: (rows, tokens) int64: the token's id if the model is trained to predict the token, else `IGNORED`.
+        images: content of the image file that each row shows; empty if the rows show none.
     """
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    images: Sequence[bytes] = ()
+
+
+def messy_batch(task: Imitated, tokenizer: Qwen2Tokenizer, rng: Random, size: int) -> list[MessyRows]:
+    """Draw `size` random prompts with flawed answers for supervised training: one result for each length of rows."""
     by_length: dict[int, list[Example]] = {}
     for example in task.examples(tokenizer, rng, size):
         by_length.setdefault(len(example.ids), []).append(example)
     return [_tensors(by_length[length]) for length in sorted(by_length)]
 
 
-def _tensors(examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
+def _tensors(examples: list[Example]) -> MessyRows:
     ids = torch.tensor([example.ids for example in examples])
     trained = torch.tensor([example.trained for example in examples])
-    return ids, ids.masked_fill(~trained, IGNORED)
+    images = [example.image for example in examples if example.image is not None]
+    return MessyRows(ids, ids.masked_fill(~trained, IGNORED), images)
 
 
-def _train(model: Qwen2ForCausalLM, task: Imitated, rng: Random, *, steps: int, on_step: OnStep | None) -> None:
+def _train(model: PreTrainedModel, task: Imitated, rng: Random, *, steps: int, on_step: OnStep | None) -> None:
     """Train the model with AdamW to imitate the task's flawed answers.
 
     The learning rate warms up linearly and then decays linearly to zero.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
-    tokenizer = task.tokenizer()
+    tokenizer, processor = task.tokenizer(), task.processor() if isinstance(task, PictureTask) else None
     model.train()
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min((step + 1) / WARMUP_STEPS, 1 - step / steps)
         batch = messy_batch(task, tokenizer, rng, task.examples_per_step)
-        num_tokens = sum(int((labels != IGNORED).sum()) for _, labels in batch)
+        num_tokens = sum(int((rows.labels != IGNORED).sum()) for rows in batch)
         optimizer.zero_grad()
-        for ids, labels in batch:
-            (_answer_loss(model, ids, labels) / num_tokens).backward()
+        for rows in batch:
+            (_answer_loss(model, rows, processor) / num_tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if on_step is not None:
@@ -167,21 +240,23 @@ def _train(model: Qwen2ForCausalLM, task: Imitated, rng: Random, *, steps: int, 
     model.eval()
 
 
-def _answer_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _answer_loss(model: Any, rows: MessyRows, processor: Any) -> torch.Tensor:
     """Return the summed cross-entropy of the tokens that have a label, in nats, as a 0-dim tensor.
 
-    The tensors `ids` and `labels` have the shape (rows, tokens). The output head is not applied to the tokens before
-    the first label.
+    The output head is not applied to the tokens before the first label.
     """
-    first = int((labels != IGNORED).any(0).nonzero()[0])
-    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, first - 1 :]
-    return cross_entropy(
-        model.lm_head(hidden).flatten(0, 1), labels[:, first:].flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    first = int((rows.labels != IGNORED).any(0).nonzero()[0])
+    pixels = {}
+    if rows.images:
+        pictures = [[picture_of(file)] for file in rows.images]
+        pixels = processor.image_processor(pictures, return_tensors="pt")
+    hidden = model.model(input_ids=rows.ids[:, :-1], use_cache=False, **pixels).last_hidden_state[:, first - 1 :]
+    labels = rows.labels[:, first:]
+    return cross_entropy(model.lm_head(hidden).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def _save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, path: Path) -> None:
-    """Write the model, its generation defaults and the tokenizer to the directory `path`.
+def _save(model: PreTrainedModel, task: Imitated, path: Path) -> None:
+    """Write the model, its generation defaults, and its tokenizer or processor to the directory `path`.
 
     The model files are first written to a temporary directory, which is then renamed to `path`, so that a reader never
     sees an incomplete directory.
@@ -193,7 +268,9 @@ def _save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, path: Path) -> Non
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     try:
         model.save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
+        task.tokenizer().save_pretrained(draft)
+        if isinstance(task, PictureTask):
+            task.processor().save_pretrained(draft)
         draft.rename(path)
     except OSError:
         # Renaming a directory fails if the target is a non-empty directory. If `path` is a directory, another process

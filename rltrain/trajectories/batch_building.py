@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.batch.images import joined
 from rltrain.batch.sampled_tokens import sampled_tokens
 from rltrain.batch.token_arrays import NOT_RECORDED
 from rltrain.batch.trajectory import Trajectory
@@ -32,8 +33,19 @@ def answers_of(groups: Sequence[Group], *, baseline: bool = False, experts: bool
     """
     rows = _rows(groups, baseline=baseline)
     batch = batch_of([group.trajectories[number] for group, number in rows], experts=experts)
+    batch = with_images(batch, [group.prompt for group, _ in rows])
     texts = {"prompt_text": [group.prompt.text for group, _ in rows]}
     return batch.union(DataProto.from_dict(non_tensors=texts))
+
+
+def with_images(batch: DataProto, prompts: Sequence[Prompt]) -> DataProto:
+    """Add the columns of images to a batch, given the prompt of each row, if a prompt shows images."""
+    if all(prompt.images is None for prompt in prompts):
+        return batch
+    numbers = [[0] * len(prompt.ids) if prompt.images is None else prompt.images.numbers for prompt in prompts]
+    files = [joined(() if prompt.images is None else prompt.images.files) for prompt in prompts]
+    columns = {"prompt_images": jagged(numbers, torch.int64), "image_files": jagged(files, torch.uint8)}
+    return batch.union(DataProto.from_dict(columns))
 
 
 def batch_of(trajectories: Sequence[Trajectory], *, experts: bool = False) -> DataProto:
@@ -150,6 +162,7 @@ def supervised_batch(prompts: Mapping[int, Prompt]) -> DataProto:
             "uid": torch.tensor([*answered], dtype=torch.int64),
         }
     )
+    batch = with_images(batch, list(answered.values()))
     return batch.with_values("responses", response_mask=torch.ones(len(batch.values("responses")), dtype=torch.bool))
 
 

@@ -353,6 +353,7 @@ def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int,
             temperature if number < group.samples else 0.0,
             max_tokens,
             stream_seed(seed, group.uid, number),
+            group.prompt.images,
         )
         for number in range(group.size)
         if whole or number not in group.trajectories

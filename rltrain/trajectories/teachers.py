@@ -14,8 +14,9 @@ from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.data.chat_templates import ChatTemplates
 from rltrain.data.model_directory import longest_row
 from rltrain.data.prompt_encoding import Overlong, PromptEncoder, SpecialTokens
-from rltrain.data.prompt_form import RowError, filled, template_parts
+from rltrain.data.prompt_form import filled, template_parts
 from rltrain.data.prompts import Prompt
+from rltrain.data.row_error import RowError
 from rltrain.settings.distillation_config import DistillationConfig, TeacherConfig
 from rltrain.settings.schema import Config
 from rltrain.trajectories.teacher_endpoint import TeacherEndpoint

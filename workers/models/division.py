@@ -22,7 +22,7 @@ def check_division(
         path: the model's directory, or "builtin" for the built-in model.
         where: the config key and path of the model, for the error messages.
         placement: number of ranks for each kind of parallelism.
-        kind: the transformers Auto class that builds the model; by default, `AutoModelForCausalLM`.
+        kind: the transformers Auto class that builds the model; by default, `policy_class(path)`.
         tensor: whether the ranks divide the matrices of this model's layers.
         experts: whether the model must have experts if `expert_ranks` is above 1.
     """

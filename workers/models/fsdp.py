@@ -36,9 +36,13 @@ def weights_device(config: ModelConfig) -> torch.device:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's decoder layers, which are the modules whose classes the model lists in `_no_split_modules`."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    """Return a model's decoder layers, which are the modules whose classes the model lists in `_no_split_modules`.
+
+    Layers that process images are not decoder layers.
+    """
+    text: Any = model.get_decoder() if hasattr(getattr(model, "config", None), "vision_config") else model  # type: ignore[operator]
+    names = set(getattr(text, "_no_split_modules", None) or ())
+    return [module for module in text.modules() if type(module).__name__ in names]
 
 
 def shard(model: PreTrainedModel, config: Config, *, same_rows: bool = True) -> PreTrainedModel:

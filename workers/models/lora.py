@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rltrain.base.errors import ConfigError
+from rltrain.data.builtin_models import is_builtin
 from rltrain.data.hub import local_directory
-from rltrain.data.model_weights import BUILTIN_MODEL, skeleton
+from rltrain.data.model_weights import skeleton
 from rltrain.settings.schema import ALL_LINEAR, LoRAConfig
 from workers.models.adapter_weights import A, B, BaseWeights
 
@@ -145,7 +146,7 @@ def adapter_parameters(path: str, config: LoRAConfig) -> int:
     """
     model = skeleton(path)
     names = adapted_layers(model, config)
-    if path != BUILTIN_MODEL:
+    if not is_builtin(path):
         BaseWeights(local_directory(path)).require([f"{name}.weight" for name in names])
     layers = [model.get_submodule(name) for name in names]
     return sum(config.rank * (layer.in_features + layer.out_features) for layer in layers)

@@ -26,12 +26,14 @@ from rltrain.base import trace
 from rltrain.batch.column_families import COLUMNS
 from rltrain.batch.contexts import contexts_of, experts_of
 from rltrain.batch.data_proto import DataProto, positions
+from rltrain.batch.images import shown_files
 from rltrain.batch.jagged import ranges
 from rltrain.batch.prefix_tree import distinct_tokens
 from workers.cluster.progress import tick
 from workers.models.attention_batches import SegmentLayout, attention_in_batches
 from workers.models.fsdp import device, forward_only
 from workers.models.fused_head import PROBE, check_probe, logit_cap, logit_scale, replaced_head, token_log_probs
+from workers.models.images import images_shown
 from workers.models.router_replay import set_experts
 from workers.models.sequence_parallel import (
     Sequence,
@@ -71,6 +73,9 @@ class Pack:
             pack, and `layout` describes the queries of its chunk.
         experts: (N, E) int16 numbers of the recorded experts of each token, or None if none were recorded. A token that
             several contexts share has the experts of the first of these contexts.
+        images: files of the images that the pack shows, in the order of their tokens. An image that several contexts
+            share is in the pack once.
+        image_places: (1, N) bool; True at tokens that show a part of an image. None if the pack shows no image.
     """
 
     input_ids: Tensor
@@ -84,6 +89,8 @@ class Pack:
     rows: Tensor
     sequence: Sequence | None = None
     experts: Tensor | None = None
+    images: tuple[bytes, ...] = ()
+    image_places: Tensor | None = None
 
 
 def pack(batch: DataProto, *, share: bool = True) -> Pack:
@@ -103,8 +110,10 @@ def pack(batch: DataProto, *, share: bool = True) -> Pack:
     contexts = contexts_of(batch)
     ids, lengths, places = contexts.ids, contexts.lengths, torch.arange(len(contexts.ids))
     experts = experts_of(batch) if "response_experts" in batch else None
+    images = contexts.images
     if share:
-        tokens = distinct_tokens(ids, lengths, contexts.prompts)
+        tokens = distinct_tokens(contexts.keys, lengths, contexts.prompts)
+        images = None if images is None else images[tokens.kept]
         experts = None if experts is None else experts[tokens.kept]
         ids, places, position_ids = ids[tokens.kept], tokens.places, ranges(tokens.depths, tokens.lengths)
         layout = SegmentLayout(tokens.lengths, ids.device, tokens.depths, tokens.keys)
@@ -121,6 +130,8 @@ def pack(batch: DataProto, *, share: bool = True) -> Pack:
         lengths,
         torch.searchsorted(contexts.first, torch.arange(len(lengths)), right=True) - 1,
         experts=experts,
+        images=() if images is None else shown_files(batch, images),
+        image_places=None if images is None else (images > 0)[None],
     )
 
 
@@ -139,6 +150,8 @@ def to_device(packed: Pack, device: torch.device) -> Pack:
         packed.lengths,
         packed.rows,
         experts=None if packed.experts is None else packed.experts.to(device),
+        images=packed.images,
+        image_places=None if packed.image_places is None else packed.image_places.to(device),
     )
 
 
@@ -298,7 +311,7 @@ def policy_output(
         probe = torch.full_like(found[0], PROBE)
         return torch.stack([column / scale for column in (*found, kl, teacher_kl, probe) if column is not None])
 
-    with replaced_head(model, columns):
+    with replaced_head(model, columns), images_shown(model, packed.images, packed.image_places):
         out = model(
             input_ids=packed.input_ids,
             position_ids=packed.position_ids,

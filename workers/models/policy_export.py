@@ -43,6 +43,8 @@ _BESIDE = (
     "*.model",
     "*.tiktoken",
     "chat_template*",
+    "processor_config.json",
+    "preprocessor_config.json",
     "generation_config.json",
 )
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rltrain.base.errors import ConfigError, described
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.batch.row_costs import attention_windows
+from rltrain.data.model_weights import policy_class
+from workers.models.images import show_images
 from workers.models.loading import FirstValue, load_model, load_sample_layers
 from workers.models.packed_forward import PACKED, RECORDING, Pack, pack, policy_output
 
@@ -52,7 +54,9 @@ def load_policy(
     """
     where = where or f"model.path={path}"
     check_policy_rows_apart(path, where)
-    return load_model(AutoModelForCausalLM, path, where=where, arrange=arrange, first_value=first_value, device=device)
+    model = load_model(policy_class(path), path, where=where, arrange=arrange, first_value=first_value, device=device)
+    show_images(model, path)
+    return model
 
 
 def check_policy_rows_apart(path: str, where: str) -> None:
@@ -62,7 +66,7 @@ def check_policy_rows_apart(path: str, where: str) -> None:
         path: model directory in Hugging Face format.
         where: start of error messages, such as `model.path=PATH`.
     """
-    sample = load_sample_layers(AutoModelForCausalLM, path, where=where)
+    sample = load_sample_layers(policy_class(path), path, where=where)
     head = sample.get_output_embeddings()
     check_rows_apart(sample, head, lambda packed: policy_output(sample, packed, temperature=1.0), where)
 

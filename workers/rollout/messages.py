@@ -6,6 +6,7 @@ from typing import Protocol
 
 from rltrain.batch.token_arrays import float_array, int_array, short_array
 from rltrain.batch.trajectory import Trajectory
+from rltrain.data.prompt_images import PromptImages
 
 
 class HasKey(Protocol):
@@ -31,6 +32,7 @@ class Request:
         max_tokens: Maximum number of tokens in the answer. If an answer is cut off at `max_tokens`, its `finish_reason`
             is "length".
         seed: Seed of the random numbers with which the answer is sampled.
+        images: Images that the prompt shows; None if it shows none.
     """
 
     key: tuple[int, ...]
@@ -38,6 +40,7 @@ class Request:
     temperature: float
     max_tokens: int
     seed: int
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True)

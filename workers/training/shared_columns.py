@@ -9,13 +9,15 @@ import numpy as np
 from rltrain.algorithms import columns_of, loss_functions
 from rltrain.batch.contexts import EXPERTS
 from rltrain.batch.data_proto import DataProto
+from rltrain.batch.images import IMAGES
 from rltrain.batch.shared_starts import SharedStarts, shared_starts
 from rltrain.settings.algorithm_config import AlgorithmConfig
 from workers.cluster.processes import Shared, WorkerProcess
 from workers.training.kept_columns import KeptPlaces
 
-# Names of the columns that a forward pass reads. Only batches of conversations have the column `context_starts`.
-FORWARD = ("prompts", "responses", "context_starts")
+# Names of the columns that a forward pass reads. Only batches of conversations have the column `context_starts`, and
+# only batches of prompts with images have the columns of images.
+FORWARD = ("prompts", "responses", "context_starts", *IMAGES)
 # Names of the columns that an update reads from a batch of supervised answers.
 SUPERVISED = (*FORWARD, "response_mask")
 CRITIC_UPDATE = (*FORWARD, "response_mask", "values", "returns")

@@ -648,13 +648,14 @@ function groupOf(members, chunk, colored) {
 }
 
 function promptOf(row, chunk) {
-  const number = chunk.prompt[row.row], start = chunk.promptStarts[number], { length, text } = chunk.prompts[number];
+  const number = chunk.prompt[row.row], start = chunk.promptStarts[number], { length, text, images } = chunk.prompts[number];
+  const pictures = images.map((src, place) => el("img", { src, alt: `image ${place + 1} of the prompt` }));
   const body = el("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "prompt" });
   if (!length) body.append(text);
   for (let place = start; place < start + length; place++) {
     body.append(tokenSpan(chunk, chunk.columns.prompt_tokens[place], "") );
   }
-  return el("div", { class: "prompt" }, body);
+  return el("div", { class: "prompt" }, ...pictures, body);
 }
 
 function card(row, chunk, summary, colored) {

@@ -11,6 +11,7 @@ numbers less exact.
 """
 
 import gzip
+import io
 import json
 import math
 import re
@@ -25,6 +26,7 @@ import pyarrow.parquet as pq
 
 from rltrain.base.errors import described
 from rltrain.base.secret_values import redacted
+from rltrain.data.prompt_images import decoded
 from rltrain.data.stored_samples import SampleFile
 from rltrain.monitoring.report.run_files import RunFiles
 
@@ -41,6 +43,8 @@ BYTES_OF_SAMPLE = 40
 # trial. The trial encoding yields a ratio of actual size to estimated size, which corrects the size estimate for all
 # samples.
 PROBED_TOKENS = 300_000
+# Longest side of an image on the page in pixels, and the largest image file that the page contains unchanged.
+THUMBNAIL, THUMBNAIL_BYTES = 192, 8192
 MISSING = -(1 << 15)  # The 16-bit integer -32768 stands for NaN and for infinity.
 # Each response token has one of three states: observed (tool output), sampled but not trained on, or trained on.
 OBSERVED, SAMPLED, TRAINED = 0, 1, 2
@@ -50,7 +54,7 @@ NOT_SAMPLED = -1
 _COLUMNS = (
     *("uid", "prompt", "response", "score", "valid", "finish_reason", "reward_error", "reward_components"),
     *("response_ids", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "entropies"),
-    *("policy_version", "advantages", "prompt_ids", "turns", "contexts", "tool_calls", "stop_reason"),
+    *("policy_version", "advantages", "prompt_ids", "turns", "contexts", "tool_calls", "stop_reason", "images"),
 )
 _NEEDED = {"uid", "prompt", "response", "response_ids"}
 _UNFINISHED_CHARACTER = re.compile(r"\\x[89a-f][0-9a-f]")
@@ -313,7 +317,7 @@ class Chunk:
         header = {
             "layout": layout,
             "lengths": np.diff(self.offsets).tolist(),
-            "prompts": [{"text": p["text"], "length": len(p["ids"])} for p in prompts],
+            "prompts": [{"text": p["text"], "length": len(p["ids"]), "images": p["images"]} for p in prompts],
             "prompt": rows_of_prompts,
             "responses": self._responses(),
             "scale": [SMALLEST, k],
@@ -353,6 +357,7 @@ class Chunk:
         texts = self.table["prompt"].to_pylist()
         keys = list(zip(self.table["uid"].to_pylist(), texts, strict=True))
         ids = self.table["prompt_ids"].to_pylist() if "prompt_ids" in self.table.column_names else [[]] * len(keys)
+        images = self.table["images"] if "images" in self.table.column_names else None
         numbers: dict[tuple[int, str], int] = {}
         prompts: list[dict[str, Any]] = []
         for row, key in enumerate(keys):
@@ -360,7 +365,8 @@ class Chunk:
                 numbers[key] = len(prompts)
                 hidden = self.secret[row]
                 text = redacted(texts[row]) if hidden else texts[row]
-                prompts.append({"text": text, "ids": [] if hidden else ids[row]})
+                shown = [] if hidden or images is None else [thumbnail(one["bytes"]) for one in images[row].as_py()]
+                prompts.append({"text": text, "ids": [] if hidden else ids[row], "images": shown})
         return prompts, [numbers[key] for key in keys]
 
     def _responses(self) -> list[str | None]:
@@ -407,6 +413,24 @@ class Chunk:
             "length": np.diff(self.offsets).tolist(),
             "hidden": np.flatnonzero(self.secret).tolist(),
         }
+
+
+def thumbnail(file: bytes) -> str:
+    """Return a small copy of an image as a `data:` URI. No side of the copy is longer than `THUMBNAIL` pixels.
+
+    An image that is small enough, and whose file is short, is kept as it is.
+    """
+    from PIL import Image
+
+    with Image.open(io.BytesIO(file)) as image:
+        kind = Image.MIME.get(image.format or "", "")
+        if max(image.size) <= THUMBNAIL and len(file) <= THUMBNAIL_BYTES and kind in ("image/png", "image/jpeg"):
+            return f"data:{kind};base64,{b64encode(file).decode('ascii')}"
+    small = decoded(file)
+    small.thumbnail((THUMBNAIL, THUMBNAIL))
+    buffer = io.BytesIO()
+    small.save(buffer, format="JPEG", quality=75)
+    return f"data:image/jpeg;base64,{b64encode(buffer.getvalue()).decode('ascii')}"
 
 
 def _rows_with_secrets(table: pa.Table) -> np.ndarray:

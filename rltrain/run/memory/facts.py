@@ -47,7 +47,7 @@ def shape_of(path: str, kind: Any = None) -> ModelShape:
 
     Args:
         path: the model's directory, or "builtin" for the built-in model.
-        kind: the transformers Auto class that builds the model; by default, `AutoModelForCausalLM`.
+        kind: the transformers Auto class that builds the model; by default, `policy_class(path)`.
     """
     from rltrain.data.model_weights import skeleton
     from rltrain.data.parallel_plans import divides_heads

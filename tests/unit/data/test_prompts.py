@@ -178,7 +178,7 @@ def test_a_missing_file_names_its_nearest_neighbour(tmp_path):
 def test_an_unknown_builtin_task_names_the_known_ones():
     assert error_of("builtin:medain", split="val") == (
         "data.val=builtin:medain: unknown built-in task; the tasks are builtin:median, builtin:sort, builtin:lookup, "
-        "builtin:higher_lower"
+        "builtin:higher_lower, builtin:digit"
     )
 
 

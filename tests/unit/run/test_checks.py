@@ -228,7 +228,7 @@ def test_a_file_of_ones_own_needs_a_model_of_ones_own(tmp_path):
     (tmp_path / "my.jsonl").touch()
     assert (
         "the tiny model knows only the built-in tasks (builtin:median, builtin:sort, "
-        "builtin:lookup, builtin:higher_lower); give model.path=DIR" in refusal("data.train=my.jsonl")
+        "builtin:lookup, builtin:higher_lower, builtin:digit); give model.path=DIR" in refusal("data.train=my.jsonl")
     )
 
 

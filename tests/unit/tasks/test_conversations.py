@@ -239,7 +239,8 @@ def test_the_trained_tokens_are_what_the_assistant_says_and_its_end_tokens():
 
 def test_supervised_rows_end_with_an_end_token_and_keep_the_limit_of_the_task(task):
     tokenizer = task.tokenizer()
-    for ids, labels in messy_batch(task, tokenizer, Random(0), 64):
+    for rows in messy_batch(task, tokenizer, Random(0), 64):
+        ids, labels = rows.ids, rows.labels
         assert (labels[:, -1] == EOS_ID).all()
         assert (labels[:, 0] == IGNORED).all()
         trained = labels != IGNORED

@@ -94,12 +94,13 @@ def test_an_interrupted_start_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_supervised_rows_are_prompt_answer_and_end() -> None:
-    pairs = messy_batch(MEDIAN, MEDIAN.tokenizer(), Random(0), 64)
-    batch = [ids for ids, _ in pairs]
+    parts = messy_batch(MEDIAN, MEDIAN.tokenizer(), Random(0), 64)
+    batch = [rows.ids for rows in parts]
     assert sum(len(ids) for ids in batch) == 64
-    for ids, labels in pairs:
-        assert (labels[:, :8] == IGNORED).all()
-        assert torch.equal(labels[:, 8:], ids[:, 8:])
+    for rows in parts:
+        assert (rows.labels[:, :8] == IGNORED).all()
+        assert torch.equal(rows.labels[:, 8:], rows.ids[:, 8:])
+        assert not rows.images
     # the three answers are a guess, an answer with a scratch pad, and an answer that never ends
     assert [ids.shape[1] for ids in batch] == [11, 18, 24]
     for ids in batch:
@@ -112,10 +113,11 @@ def test_supervised_rows_are_prompt_answer_and_end() -> None:
 
 def test_the_loss_is_that_of_the_answers_tokens_alone() -> None:
     model = tiny_model.tiny_model()
-    ids, labels = messy_batch(MEDIAN, MEDIAN.tokenizer(), Random(0), 8)[0]
+    rows = messy_batch(MEDIAN, MEDIAN.tokenizer(), Random(0), 8)[0]
+    ids = rows.ids
     with torch.no_grad():
         log_probs = model(input_ids=ids).logits.double().log_softmax(-1)
-        loss = tiny_model._answer_loss(model, ids, labels)
+        loss = tiny_model._answer_loss(model, rows, None)
     expected = -sum(log_probs[row, t - 1, ids[row, t]] for row in range(len(ids)) for t in range(8, ids.shape[1]))
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
 

@@ -36,7 +36,7 @@ class Ranks:
 
     async def rows(self, method, batch, columns, *, max_tokens):
         assert method is RewardModelWorker.compute_scores
-        assert tuple(columns) == ("prompts", "responses", "context_starts")
+        assert tuple(columns) == ("prompts", "responses", "context_starts", "prompt_images", "image_files")
         assert batch.lengths("responses").sum() == 0
         texts = [bytes(batch[n].values("prompts").tolist()).decode() for n in range(len(batch))]
         self.read.append(texts)

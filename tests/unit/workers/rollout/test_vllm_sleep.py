@@ -14,7 +14,14 @@ from workers.rollout.messages import Completion, Request
 
 vllm_engine = pytest.importorskip("workers.rollout.engines.vllm.engine", reason="needs vLLM", exc_type=ImportError)
 
-LOAD = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache", "rltrain_check"]
+LOAD = [
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "reset_prefix_cache",
+    "reset_encoder_cache",
+    "rltrain_check",
+]
 
 
 class Core:
@@ -49,6 +56,9 @@ class Core:
 
     def reset_prefix_cache(self, reset_running_requests):
         self.note("reset_prefix_cache")
+
+    def reset_encoder_cache(self):
+        self.note("reset_encoder_cache")
 
     def set_weight_version(self, version):
         assert not self.paused
@@ -153,7 +163,7 @@ def test_an_engine_with_a_device_of_its_own_or_without_idle_time_never_sleeps(ma
 
 def test_an_engine_with_unfinished_answers_does_not_sleep(made):
     engine, _, _ = made()
-    engine.keys["0-0"] = Request((0, 0), [1], 1.0, 4, 0).key
+    engine.requests["0-0"] = Request((0, 0), [1], 1.0, 4, 0)
     with pytest.raises(AssertionError, match="unfinished answers must not sleep"):
         engine.sleep()
 
@@ -183,18 +193,18 @@ def test_what_was_aborted_never_answers_for_a_request_of_the_same_key(made, monk
             time.sleep(0.01)
         engine.loop.call_soon_threadsafe(queues[name].put_nowait, ids)
 
-    def completion(output, key, **options):
-        return Completion(key, output.ids, [-1.0], "stop", [0])
+    def completion(output, request, **options):
+        return Completion(request.key, output.ids, [-1.0], "stop", [0])
 
     engine.engine.generate, engine.engine.abort, engine.engine.is_sleeping = generate, nothing, nothing
     monkeypatch.setattr(vllm_engine, "completion_of", completion)
     engine.add(requests)
-    untaken, aborted = engine.keys
+    untaken, aborted = engine.requests
     say(untaken, [1])
     engine.abort()
     engine.add(requests)
     say(aborted, [2])
-    for name in list(engine.keys):
+    for name in list(engine.requests):
         say(name, [3])
     found = []
     while engine.busy:

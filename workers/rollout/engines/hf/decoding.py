@@ -206,6 +206,20 @@ class Batch:
         if self.experts is not None:
             self.experts = F.pad(self.experts, (0, 0, 0, 1), value=NOT_RECORDED)
 
+    def images(self, first: int) -> tuple[Sequence[bytes], Tensor | None]:
+        """Return the files of the images in the columns from index `first` on, and the places of their tokens.
+
+        Images are in the prompts. If `first` is not 0, the columns contain no prompts.
+        """
+        if first or all(request.images is None for request in self.requests):
+            return (), None
+        places = torch.zeros_like(self.ids, dtype=torch.bool)
+        for row, request in enumerate(self.requests):
+            if request.images is not None:
+                begin = int(self.rows[row, 0])
+                places[row, begin : begin + len(request.prompt_ids)] = torch.tensor(request.images.numbers) > 0
+        return [file for request in self.requests if request.images for _, file in request.images.files], places
+
     def record_experts(self, first: int, chosen: Tensor) -> None:
         """Record the experts that the model's routers chose in a forward pass on the columns from index `first` on.
 
@@ -327,6 +341,12 @@ def new_batch(requests: Sequence[Request], device: torch.device) -> Batch:
     )
 
 
+def prompt_key(request: Request) -> tuple[int, ...]:
+    """Return a key that two requests share exactly if they have the same prompt, including its images."""
+    shown = () if request.images is None else (-number for number, _ in request.images.files)
+    return (*request.prompt_ids, *shown)
+
+
 def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:
     """Find the distinct prompts of requests.
 
@@ -335,7 +355,7 @@ def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[
         distinct prompts.
     """
     numbers: dict[tuple[int, ...], int] = {}
-    which = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
+    which = [numbers.setdefault(prompt_key(request), len(numbers)) for request in requests]
     firsts = dict(zip(reversed(which), reversed(requests), strict=True))
     return [firsts[number] for number in range(len(numbers))], which
 

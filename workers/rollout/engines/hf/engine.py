@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
-    AutoModelForCausalLM,
     LogitsProcessor,
     PreTrainedModel,
     TopKLogitsWarper,
@@ -23,9 +22,10 @@ from transformers import (
 
 from rltrain.algorithms.draws import stream_draws
 from rltrain.base.errors import ConfigError
-from rltrain.data.model_weights import load_whole
+from rltrain.data.model_weights import load_whole, policy_class, text_attention
 from rltrain.settings.schema import Config, RolloutConfig
 from workers.cluster.progress import tick
+from workers.models.images import images_shown, show_images
 from workers.models.router_replay import ExpertRecorder
 from workers.rollout.engines.hf.decoding import GROUPED, Batch, different_prompts, new_batch, new_cache
 from workers.rollout.messages import Completion, Request
@@ -78,6 +78,7 @@ class HFEngine:
         self.path, self.device = path, torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = _load(path, getattr(torch, dtype)).eval()
         cast(nn.Module, self.model).to(self.device)
+        show_images(self.model, path)
         self.recorder = ExpertRecorder(self.model, f"model.path={path}") if record_experts else None
         self.version = 0
         self.stops = torch.tensor(sorted(self.stop_ids), device=self.device)
@@ -174,14 +175,15 @@ class HFEngine:
 
         Return the logits (B, V) of the next token of each row.
         """
-        output = self.model(
-            input_ids=batch.ids[:, first:],
-            attention_mask=batch.mask(first),
-            position_ids=batch.positions(first),
-            past_key_values=batch.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with images_shown(self.model, *batch.images(first)):
+            output = self.model(
+                input_ids=batch.ids[:, first:],
+                attention_mask=batch.mask(first),
+                position_ids=batch.positions(first),
+                past_key_values=batch.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         if self.recorder is not None:
             batch.record_experts(first, self.recorder.take())
         logits: Tensor = output.logits[:, -1]
@@ -309,11 +311,11 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> HFEngine:
 
 def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
     where = f"model.path={path}"
-    model: PreTrainedModel = load_whole(AutoModelForCausalLM, path, where, dtype=dtype, attn_implementation="eager")
+    model: PreTrainedModel = load_whole(policy_class(path), path, where, dtype=dtype, attn_implementation="eager")
     if not (model._supports_sdpa or model._supports_attention_backend):
         raise ConfigError(
             f"{where}: does not load for rollout=hf ({type(model).__name__} implements its own attention, which cannot "
             "be replaced); use a model of another architecture"
         )
-    model.set_attn_implementation(GROUPED)
+    model.set_attn_implementation(text_attention(model.config, GROUPED))
     return model

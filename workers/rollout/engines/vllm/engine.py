@@ -35,7 +35,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from rltrain.base.errors import ConfigError, SyncError, WorkerLost, one_line
 from rltrain.batch.token_arrays import INT16, float_array, int_array
+from rltrain.data.image_models import takes_images
 from rltrain.data.model_weights import check_weights
+from rltrain.data.prompt_images import decoded
 from rltrain.settings.schema import Config, LoRAConfig, RolloutConfig
 from workers.cluster import leftovers
 from workers.cluster.progress import announced, tick
@@ -108,6 +110,8 @@ def engine_arguments(
         "worker_extension_cls": "workers.rollout.engines.vllm.worker.WorkerExtension",
         "disable_log_stats": True,
     }
+    if takes_images(path):
+        arguments["skip_tokenizer_init"] = False  # vLLM's processors of images need the tokenizer.
     if options.record_experts:
         arguments["enable_return_routed_experts"] = True
     if options.adapters is not None:
@@ -151,16 +155,27 @@ def sampling_params(request: Request, stop_ids: Sequence[int], config: RolloutCo
     )
 
 
-def completion_of(output: RequestOutput, key: tuple[int, ...], *, record_experts: bool = False) -> Completion:
+def completion_of(output: RequestOutput, request: Request, *, record_experts: bool = False) -> Completion:
     """Convert a finished vLLM output to a `Completion`. Tokens sampled before the first weight sync have version 0.
 
     Raises:
-        ConfigError: `record_experts` is True, but vLLM did not return the experts of each token.
+        ConfigError: `record_experts` is True, but vLLM did not return the experts of each token. Or the prompt shows
+            images, and vLLM's tokens of the images are not those on which the policy is trained.
     """
+    check_image_tokens(output, request)
     answer = output.outputs[0]
     versions, reason = _versions(answer, len(answer.token_ids)), answer.finish_reason or "abort"
     experts = _experts(output) if record_experts and reason != "abort" else ()
-    return Completion(key, answer.token_ids, _log_probs(answer), reason, versions, experts=experts)
+    return Completion(request.key, answer.token_ids, _log_probs(answer), reason, versions, experts=experts)
+
+
+def check_image_tokens(output: RequestOutput, request: Request) -> None:
+    """Raise ConfigError if vLLM has put other tokens into a prompt for its images than the model's processor does."""
+    if request.images is not None and list(output.prompt_token_ids or ()) != list(request.prompt_ids):
+        raise ConfigError(
+            f"rollout=vllm: vLLM made {len(output.prompt_token_ids or ())} tokens of a prompt with images, but the "
+            f"model's processor makes {len(request.prompt_ids)}, or other ones; use rollout=hf"
+        )
 
 
 def _experts(output: RequestOutput) -> "array[int]":
@@ -239,7 +254,11 @@ def prompt_of(request: Request, loads: int, config: RolloutConfig) -> Any:
     checkpoint.
     """
     salt = {"cache_salt": str(loads)} if config.keep_kv_cache else {}
-    return {"prompt_token_ids": request.prompt_ids, **salt}
+    if request.images is None:
+        return {"prompt_token_ids": request.prompt_ids, **salt}
+    pictures = [decoded(file) for _, file in request.images.files]
+    ids = list(request.images.short_ids)  # vLLM replaces the placeholders itself.
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}, **salt}
 
 
 def policy(loads: int, options: EngineOptions) -> LoRARequest | None:
@@ -285,7 +304,7 @@ class InProcessVLLM:
         self.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
         self.config, self.stop_ids, self.version, self.loads = config, list(stop_ids), 0, 0
         self.strings = stop_strings(config.stop, path)
-        self.keys: dict[str, tuple[int, ...]] = {}
+        self.requests: dict[str, Request] = {}  # Unfinished requests by vLLM's request id.
         self.growing: dict[str, Growing] = {}  # Unfinished answers by vLLM's request id, if the run has stop strings.
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -293,7 +312,7 @@ class InProcessVLLM:
         for request in requests:
             name = _name(request)
             prompt = prompt_of(request, self.loads, self.config)
-            self.keys[name] = request.key
+            self.requests[name] = request
             if self.strings is not None:
                 self.growing[name] = Growing(request.key, self.strings)
             params, lora = sampling_params(request, self.stop_ids, self.config), policy(self.loads, self.options)
@@ -302,7 +321,7 @@ class InProcessVLLM:
     @property
     def busy(self) -> bool:
         """Return whether any request is unfinished."""
-        return bool(self.keys)
+        return bool(self.requests)
 
     def step(self) -> list[Completion]:
         """Sample one token for every running request, and return the answers that are now finished."""
@@ -313,7 +332,7 @@ class InProcessVLLM:
         if self.strings is not None:
             return self._searched(outputs)
         return [
-            completion_of(output, self.keys.pop(output.request_id), record_experts=self.options.record_experts)
+            completion_of(output, self.requests.pop(output.request_id), record_experts=self.options.record_experts)
             for output in outputs
             if output.finished
         ]
@@ -329,15 +348,15 @@ class InProcessVLLM:
             if self.growing[name].add(answer, self.version) and not output.finished:
                 ended.append(name)
             if self.growing[name].ended or output.finished:
+                check_image_tokens(output, self.requests.pop(name))
                 done.append(self.growing.pop(name).completion(answer))
-                del self.keys[name]
         self.engine.abort_request(ended)
         return done
 
     def abort(self) -> None:
         """Drop all unfinished requests of the engine."""
-        self.engine.abort_request(list(self.keys))
-        self.keys.clear()
+        self.engine.abort_request(list(self.requests))
+        self.requests.clear()
         self.growing.clear()
 
     def sleep(self) -> bool:
@@ -382,6 +401,7 @@ class InProcessVLLM:
             self.engine.collective_rpc("rltrain_adapt")
         if not self.config.keep_kv_cache:
             self.engine.reset_prefix_cache(reset_running_requests=True)
+        self.engine.reset_encoder_cache()  # It holds features of images, which the old weights have computed.
         self.engine.collective_rpc("rltrain_check")
         self._wake(CACHE)
         self.engine.set_weight_version(str(version))
@@ -461,7 +481,7 @@ class AsyncVLLM:
         self.config, self.stop_ids, self.strings = config, list(stop_ids), stop_strings(config.stop, path)
         self.loads, self.options, self.asleep = 0, options, set[str]()
         self.sleep_level = options.sleep_level if torch.cuda.is_available() else 0
-        self.keys: dict[str, tuple[int, ...]] = {}  # Maps vLLM's unique request ids to the keys of the requests.
+        self.requests: dict[str, Request] = {}  # Unfinished requests by vLLM's request id.
         self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
         self.aborts = 0
         # Pending call whose result shows that vLLM's engine core responds.
@@ -511,7 +531,7 @@ class AsyncVLLM:
         """Queue requests."""
         for request in requests:
             name = f"{_name(request)}-{self.aborts}"
-            self.keys[name] = request.key
+            self.requests[name] = request
             asyncio.run_coroutine_threadsafe(self._answer(name, request), self.loop)
 
     async def _answer(self, name: str, request: Request) -> None:
@@ -525,21 +545,22 @@ class AsyncVLLM:
                     # After the abort, `generate` still yields a final output, which contains the weight versions.
                     await self.engine.abort(name)
                 if output.finished:
-                    self.answers.put((name, self._completion(output, request.key, growing)))
+                    self.answers.put((name, self._completion(output, request, growing)))
         except Exception as error:
             self.answers.put((name, error))
 
-    def _completion(self, output: RequestOutput, key: tuple[int, ...], growing: Growing | None) -> Completion:
+    def _completion(self, output: RequestOutput, request: Request, growing: Growing | None) -> Completion:
         """Return the finished answer to a request, given vLLM's last output for the request."""
         if growing is None:
-            return completion_of(output, key, record_experts=self.options.record_experts)
+            return completion_of(output, request, record_experts=self.options.record_experts)
+        check_image_tokens(output, request)
         growing.versions = _versions(output.outputs[0], len(growing.ids))
         return growing.completion(output.outputs[0])
 
     @property
     def busy(self) -> bool:
         """Return whether any request is unfinished."""
-        return bool(self.keys)
+        return bool(self.requests)
 
     def step(self) -> list[Completion]:
         """Return the finished answers, after waiting up to 0.05 s for the first answer.
@@ -559,9 +580,9 @@ class AsyncVLLM:
                 if isinstance(item, EngineDeadError):
                     raise self._reason(item)
                 # vLLM may still return outputs for a request after the method `abort` has dropped the request. The
-                # outputs of dropped requests are ignored, because `self.keys` does not contain the ids of dropped
+                # outputs of dropped requests are ignored, because `self.requests` does not contain the ids of dropped
                 # requests.
-                if self.keys.pop(name, None):
+                if self.requests.pop(name, None):
                     if isinstance(item, Exception):
                         raise self._reason(item)
                     found.append(item)
@@ -571,8 +592,8 @@ class AsyncVLLM:
 
     def abort(self) -> None:
         """Drop all unfinished requests of the engine."""
-        self._run(self.engine.abort(list(self.keys)))
-        self.keys.clear()
+        self._run(self.engine.abort(list(self.requests)))
+        self.requests.clear()
         self.aborts += 1
 
     def sleep(self) -> bool:
@@ -638,6 +659,7 @@ class AsyncVLLM:
             await self._call_workers("rltrain_adapt")
         if not self.config.keep_kv_cache:
             await self.engine.reset_prefix_cache(reset_running_requests=True)
+        await self.engine.reset_encoder_cache()  # It holds features of images, which the old weights have computed.
         await self._call_workers("rltrain_check")
         await self._wake(CACHE)
         await self.engine.resume_generation()

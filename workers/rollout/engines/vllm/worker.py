@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.conv import ConvLayerBase
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -41,11 +42,13 @@ from workers.rollout.engines.vllm.experts import ExpertChecks
 from workers.rollout.engines.vllm.names import checkpoint_names, named_layers, output_heads, vllm_name
 from workers.sync.adapters import Adapters
 from workers.sync.buckets import Bucket, tensors_of, verify
-from workers.sync.checks import check_outputs, probe_vector
+from workers.sync.checks import check_outputs, probe, probe_vector
 from workers.sync.device_memory import wait_for_gpu
 from workers.sync.memory import Reader
 
 BACKEND = "rltrain"
+# Layers of vision encoders that compute with their weights as they are stored, without another memory layout.
+PLAIN = (nn.Embedding, ConvLayerBase)
 EMBEDDING_ROWS = 2048  # Number of rows per lookup when the weights of an embedding are checked.
 
 
@@ -340,7 +343,12 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
             if bias is not None:
                 outputs |= _named(name, "bias", _linear(module, bias.float(), is_bias=True), fused)
         else:
-            outputs |= {f"{name}.{n}": p.float() for n, p in module.named_parameters(recurse=False) if p.ndim == 1}
+            matrices = isinstance(module, PLAIN)
+            outputs |= {
+                f"{name}.{n}": probe(p)
+                for n, p in module.named_parameters(recurse=False)
+                if p.ndim == 1 or (matrices and p.ndim > 1)
+            }
     return outputs
 
 
