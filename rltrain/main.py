@@ -293,7 +293,7 @@ def run(config: Config, args: Args, nodes: "list[Node]", heartbeat: Heartbeat, l
         curve=curve,
         overrides=[*(f"--config={file}" for file in args.files), *args.overrides],
         finished=status == 0,
-        other_algorithm=takes_other_algorithms(config, args),
+        other_algorithm=takes_other_algorithms(config, args) and not prompts.shows_images,
         evaluated=evaluated_prompts(config, prompts),
     )
     return status

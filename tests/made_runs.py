@@ -5,12 +5,14 @@ import gzip
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.batch.images import joined
 from rltrain.monitoring.report.config_differences import Command, write_command
 from rltrain.monitoring.token_texts import write_token_texts
 from rltrain.monitoring.tracking import Tracker
@@ -63,6 +65,20 @@ def batch(responses=("12", "9"), *, uids=None, observed=(), scores=None, errors=
         "responses", rollout_log_probs=engine, old_log_probs=engine + 0.25, ref_log_probs=engine - 0.5,
         policy_version=version, response_mask=version >= 0, advantages=torch.linspace(-1, 1, count),
     )  # fmt: skip
+
+
+def with_pictures(made: DataProto, files: Sequence[Sequence[bytes]]) -> DataProto:
+    """Return a batch whose rows show images, given the files of each row. The first prompt token of a row shows them.
+
+    The number of an image is its place among the distinct files, from 1.
+    """
+    known = list(dict.fromkeys(file for row in files for file in row))
+    numbers = [[known.index(file) + 1 for file in row] for row in files]
+    lengths = made.lengths("prompts").tolist()
+    shown = [[*row, *[0] * (length - len(row))] for row, length in zip(numbers, lengths, strict=True)]
+    stored = [joined(zip(row, own, strict=True)) for row, own in zip(numbers, files, strict=True)]
+    columns = {"prompt_images": jagged(shown, torch.int64), "image_files": jagged(stored, torch.uint8)}
+    return made.union(DataProto.from_dict(columns))
 
 
 def metrics(reward=0.5) -> dict[str, float]:

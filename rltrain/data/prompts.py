@@ -168,11 +168,6 @@ class PromptSet(Sequence[Prompt]):
         """Whether a prompt shows an image."""
         return bool(self._images)
 
-    @property
-    def all_show_images(self) -> bool:
-        """Whether each prompt shows an image."""
-        return all(begin < end for begin, end in itertools.pairwise(self._image_ends))
-
     def fingerprint(self) -> int:
         """Return a checksum of the prompts. The checksum covers the token ids and the order of the prompts, the column
         values that reward functions get, and the supervised answers.

@@ -294,11 +294,6 @@ def check_images(config: Config, prompts: PromptSet) -> None:
     require(not config.reward.models, f"{start} reward.models; use reward.functions")
     ranks = config.placement.ranks_per_pack
     require(ranks == 1, f"{start} ranks that split tokens or layers ({ranks} ranks for a pack); divide only the data")
-    require(
-        config.placement.actor_ranks == 1 or prompts.all_show_images,
-        f"{where}: some prompts have images and others have none, which needs a single training rank; use "
-        "placement.actor_ranks=1, or prompts that all have images",
-    )
 
 
 def check_cache(config: Config) -> None:

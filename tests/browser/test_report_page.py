@@ -9,7 +9,8 @@ import pytest
 
 from rltrain.monitoring.report.page import write_report
 from tests.e2e.runs import train
-from tests.made_runs import batch, made_run
+from tests.image_models import picture
+from tests.made_runs import batch, made_run, with_pictures
 
 
 def count(page) -> str:
@@ -144,6 +145,18 @@ def test_the_colour_of_a_token_follows_the_chosen_value(opened, made):
     assert page.locator("[name=color] option").all_inner_texts() == [
         "advantage", "ratio, old / rollout", "entropy", "KL, old − ref", "−log-prob", "none",
     ]  # fmt: skip
+
+
+def test_a_prompt_shows_its_images(tmp_path, opened):
+    made = with_pictures(batch(["1", "2"], uids=[0, 1]), [[picture(1), picture(2)], []])
+    run = made_run(tmp_path / "run", [made])
+    write_report([run], tmp_path / "page.html")
+    page = opened(tmp_path / "page.html")
+    settled(page, "2 samples of 2, in 2 groups")
+    images = page.locator(".prompt img")
+    assert images.count() == 2
+    assert images.nth(1).get_attribute("alt") == "image 2 of the prompt"
+    assert [images.nth(place).evaluate("image => image.naturalWidth") for place in (0, 1)] == [28, 28]
 
 
 def test_everything_can_be_reached_with_the_keyboard(opened, made):

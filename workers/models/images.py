@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rltrain.data.image_models import load_processor, takes_images
 from rltrain.data.prompt_images import decoded
 
+BLANK = Image.new("RGB", (32, 32))
 _SHOWN = "shown_images"  # Name of the attribute of a model that holds its `ShownImages`.
 
 
@@ -38,6 +40,10 @@ class ShownImages:
     def during(self, files: Sequence[bytes], places: Tensor) -> Iterator[None]:
         """Show images to the model in the forward passes of the `with` block.
 
+        Without images, the model encodes a blank image and ignores its features, so that the parameters of the vision
+        encoder have gradients, which are 0. FSDP needs gradients of the same parameters on all ranks, and other ranks
+        may have images.
+
         Args:
             files: content of the images' files, in the order of their places.
             places: (B, N) bool; True at the input tokens that show a part of an image.
@@ -50,13 +56,12 @@ class ShownImages:
 
     def merged(self, module: nn.Module, inputs: Any, embeddings: Tensor) -> Tensor | None:
         """Put the features of the images into the embeddings (B, N, H). Runs as a hook of the input embeddings."""
-        if not self._files:
+        if self._places is None:
             return None
-        assert self._places is not None, "images must have places"
         places = self._places.to(embeddings.device)
         features = self._features(embeddings.device).to(embeddings.dtype)
         tokens = int(places.sum())
-        if features.size(0) != tokens:
+        if self._files and features.size(0) != tokens:
             raise RuntimeError(
                 f"{len(self._files)} images have {features.size(0)} features, but {tokens} tokens in the prompts; the "
                 "processor of the model's directory does not belong to the model"
@@ -65,7 +70,7 @@ class ShownImages:
 
     def _features(self, device: torch.device) -> Tensor:
         """Return the features (M, H) of the M tokens of all images."""
-        pictures = [decoded(file) for file in self._files]
+        pictures = [decoded(file) for file in self._files] or [BLANK]
         inputs = self._processor.image_processor(images=[pictures], return_tensors="pt")
         kept = {name: value.to(device) for name, value in inputs.items() if isinstance(value, Tensor)}
         found = self._model.get_image_features(**kept, return_dict=True).pooler_output
@@ -84,10 +89,12 @@ def show_images(model: PreTrainedModel, path: str) -> None:
 
 
 def images_shown(model: PreTrainedModel, files: Sequence[bytes], places: Tensor | None) -> Any:
-    """Return a context manager within which a model sees images; see `ShownImages.during`."""
-    if not files:
+    """Return a context manager within which a model sees images; see `ShownImages.during`.
+
+    `places` is None if no rank has images.
+    """
+    if places is None:
         return contextlib.nullcontext()
     shown: ShownImages | None = vars(model).get(_SHOWN)
     assert shown is not None, "only a model that takes images can see the images of prompts"
-    assert places is not None, "images must have places"
     return shown.during(files, places)

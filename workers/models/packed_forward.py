@@ -75,7 +75,8 @@ class Pack:
             several contexts share has the experts of the first of these contexts.
         images: files of the images that the pack shows, in the order of their tokens. An image that several contexts
             share is in the pack once.
-        image_places: (1, N) bool; True at tokens that show a part of an image. None if the pack shows no image.
+        image_places: (1, N) bool; True at tokens that show a part of an image. None if no row of the step's batch shows
+            an image.
     """
 
     input_ids: Tensor

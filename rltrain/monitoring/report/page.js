@@ -648,7 +648,7 @@ function groupOf(members, chunk, colored) {
 }
 
 function promptOf(row, chunk) {
-  const number = chunk.prompt[row.row], start = chunk.promptStarts[number], { length, text, images } = chunk.prompts[number];
+  const number = chunk.prompt[row.row], start = chunk.promptStarts[number], { length, text, images = [] } = chunk.prompts[number];
   const pictures = images.map((src, place) => el("img", { src, alt: `image ${place + 1} of the prompt` }));
   const body = el("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "prompt" });
   if (!length) body.append(text);

@@ -16,7 +16,7 @@ import json
 import math
 import re
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -317,7 +317,7 @@ class Chunk:
         header = {
             "layout": layout,
             "lengths": np.diff(self.offsets).tolist(),
-            "prompts": [{"text": p["text"], "length": len(p["ids"]), "images": p["images"]} for p in prompts],
+            "prompts": [{"text": p["text"], "length": len(p["ids"])} | _images_of(p) for p in prompts],
             "prompt": rows_of_prompts,
             "responses": self._responses(),
             "scale": [SMALLEST, k],
@@ -413,6 +413,10 @@ class Chunk:
             "length": np.diff(self.offsets).tolist(),
             "hidden": np.flatnonzero(self.secret).tolist(),
         }
+
+
+def _images_of(prompt: Mapping[str, Any]) -> dict[str, list[str]]:
+    return {"images": prompt["images"]} if prompt["images"] else {}
 
 
 def thumbnail(file: bytes) -> str:

@@ -111,7 +111,7 @@ def test_images_without_a_place_come_before_the_first_user_message(folder):
     assert prompts[0].ids == [*AROUND, *AROUND, *ids("which?")]
     assert prompts[1].ids == [*ids("Look."), *AROUND, *AROUND, *ids("which?")]
     assert (prompts[2].ids, prompts[2].images) == (ids("none"), None)
-    assert (prompts.shows_images, prompts.all_show_images) == (True, False)
+    assert prompts.shows_images
     assert prompts.token_counts() == [len(prompt.ids) for prompt in prompts]
 
 

@@ -376,6 +376,21 @@ def test_a_sample_shows_special_tokens_and_the_score_of_each_function():
     assert text.splitlines()[1:] == ["    prompt  <5><6>", "    answer  <7>", "    reward  0.5  (right 1, short -0.5)"]
 
 
+def test_a_sample_shows_one_token_for_each_image():
+    images = jagged([[0, 7, 7, 7, 8, 8, 0]], torch.int64)
+    batch = sample(score=0.5).union(
+        DataProto.from_dict(
+            {
+                "prompts": jagged([[5, 4, 4, 4, 4, 4, 6]], torch.int64),
+                "prompt_images": images,
+                "responses": jagged([[7]], torch.int64),
+            }
+        )
+    )
+    text = sample_text(1, batch, text_of=lambda ids: "".join(f"<{number}>" for number in ids)).plain
+    assert text.splitlines()[1] == "    prompt  <5><4><4><6>"
+
+
 def conversation(messages, *, stop_reason="answer"):
     objects = {"messages": [json.dumps(messages)], "stop_reason": [stop_reason]}
     return sample(score=1.0).union(DataProto.from_dict(non_tensors=objects))

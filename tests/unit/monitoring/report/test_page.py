@@ -1,3 +1,5 @@
+import base64
+import io
 import json
 import re
 from pathlib import Path
@@ -6,12 +8,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 
 from rltrain.base.errors import ConfigError
 from rltrain.batch.data_proto import DataProto
 from rltrain.monitoring.report.page import names_of, write_report
 from rltrain.tasks.tokenizer import EOS_ID
-from tests.made_runs import EVALUATION, batch, chunk_of, data_of, made_run, metrics
+from tests.image_models import picture
+from tests.made_runs import EVALUATION, batch, chunk_of, data_of, made_run, metrics, with_pictures
 
 
 def report(*folders: Path, **options) -> tuple[str, list[str]]:
@@ -83,6 +87,23 @@ def test_a_group_has_its_prompt_once(tmp_path):
     assert header["prompts"] == [{"text": "7=", "length": 2}, {"text": "8=", "length": 2}]
     assert header["prompt"] == [0, 0, 1]
     assert len(columns["prompt_tokens"]) == 4
+
+
+def test_a_prompt_has_its_images_as_small_pictures(tmp_path):
+    """Small PNG and JPEG files are stored as they are. Others become JPEG files of at most 192 pixels."""
+    small, large, tiff = picture(1), picture(2, width=600, height=300), picture(3, kind="TIFF")
+    made = with_pictures(batch(["1", "2", "3"], uids=[7, 7, 8]), [[small], [small], [large, tiff]])
+    run = made_run(tmp_path / "run", [made])
+    header, _ = chunk_of(report(run)[0])
+    assert [len(prompt["images"]) for prompt in header["prompts"]] == [1, 2]
+    uris = [uri for prompt in header["prompts"] for uri in prompt["images"]]
+    kinds = [uri.partition(";")[0] for uri in uris]
+    assert kinds == ["data:image/png", "data:image/jpeg", "data:image/jpeg"]
+    files = [base64.b64decode(uri.partition(",")[2]) for uri in uris]
+    assert files[0] == small
+    assert [Image.open(io.BytesIO(file)).size for file in files] == [(28, 28), (192, 96), (28, 28)]
+    stored = pq.read_table(run / "rollouts" / "step_000001.parquet")["images"].to_pylist()
+    assert [[image["bytes"] for image in row] for row in stored] == [[small], [small], [large, tiff]]
 
 
 def test_the_index_has_scores_components_and_errors_of_each_sample(tmp_path):

@@ -11,9 +11,9 @@ from rltrain.batch.images import images_of, joined, shown_files
 from rltrain.batch.prefix_tree import LEAST
 from rltrain.batch.shared_starts import shared_starts
 from rltrain.data.model_weights import text_attention
-from rltrain.data.prompt_images import ImagePlaceholders, decoded, image_info
+from rltrain.data.prompt_images import ImagePlaceholders, image_info
 from rltrain.tasks.vision_processor import IMAGE_ID
-from tests.image_models import KINDS, make, picture, save
+from tests.image_models import KINDS, make, own_log_probs, picture, save
 from workers.models.fsdp import decoder_layers
 from workers.models.images import ShownImages, images_shown, show_images
 from workers.models.packed_forward import PACKED, pack, policy_output
@@ -52,29 +52,6 @@ def batch_of(rows, processor):
     )
 
 
-def one_at_a_time(model, processor, rows):
-    """Return the log-prob of each response token, from passes of transformers' own model over one row each.
-
-    The pictures go through the whole processor. A sampled image token is embedded as an ordinary token.
-    """
-    found = []
-    for images, text, response in rows:
-        pictures = {"images": [decoded(file) for file in images]} if images else {}
-        made = processor(text=text, add_special_tokens=False, return_tensors="pt", **pictures)
-        prompt = made.pop("input_ids")
-        made.pop("attention_mask")
-        embeddings = model.get_input_embeddings()(torch.cat([prompt, torch.tensor([response])], 1))
-        if images:
-            features = model.get_image_features(**made, return_dict=True).pooler_output
-            features = torch.cat([one.reshape(-1, embeddings.size(-1)) for one in features])
-            places = torch.nn.functional.pad(prompt[0] == IMAGE_ID, (0, len(response)))
-            embeddings = embeddings.masked_scatter(places[None, :, None], features)
-        logits = model(inputs_embeds=embeddings, use_cache=False).logits[0] / 0.7
-        log_probs = logits.log_softmax(-1)[prompt.size(1) - 1 : -1]
-        found.append(log_probs.gather(1, torch.tensor(response)[:, None])[:, 0])
-    return torch.cat(found)
-
-
 def packed_model(kind):
     model, processor = make(kind)
     model = model.double().eval()
@@ -87,7 +64,7 @@ def packed_model(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pack_with_images_gives_the_log_probs_and_gradients_of_the_models_own_passes(kind, share):
     model, processor = packed_model(kind)
-    wanted = one_at_a_time(model, processor, ROWS)
+    wanted = own_log_probs(model, processor, ROWS, temperature=0.7)
     weights = torch.linspace(-1, 1, len(wanted), dtype=torch.float64)
     parameters = list(model.parameters())
     gradients = torch.autograd.grad((wanted * weights).sum(), parameters, allow_unused=True)
@@ -154,6 +131,26 @@ def test_images_that_do_not_fill_their_places_are_refused():
 
 def pack_with(packed, **changes):
     return type(packed)(**vars(packed) | changes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pack_without_images_has_zero_gradients_for_images_if_other_rows_of_the_batch_show_some(kind):
+    """All ranks must have gradients of the same parameters."""
+    model, processor = packed_model(kind)
+    wanted = own_log_probs(model, processor, ROWS[3:4], temperature=0.7)
+    model.set_attn_implementation(text_attention(model.config, PACKED))
+    packed = pack(batch_of(ROWS, processor)[[3]])
+    assert packed.images == ()
+    output = policy_output(model, packed, temperature=0.7)
+    torch.testing.assert_close(output.log_probs, wanted, rtol=1e-6, atol=1e-7)
+    output.log_probs.sum().backward()
+    vision = {name: p.grad for name, p in model.named_parameters() if "vision" in name and p.grad is not None}
+    assert len(vision) > 10
+    assert all(not gradient.any() for gradient in vision.values())
+    model.zero_grad()
+    text = batch_of(ROWS, processor)[[3]].select(["prompts", "responses"])
+    policy_output(model, pack(text), temperature=0.7).log_probs.sum().backward()
+    assert all(p.grad is None for name, p in model.named_parameters() if "vision" in name)
 
 
 def test_images_are_shown_only_inside_the_with_block():
