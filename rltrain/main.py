@@ -600,11 +600,15 @@ def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
     For the built-in model, the tokenizer and the end tokens are known even before the model has been created.
     """
     from rltrain.data.builtin_models import is_builtin
+    from rltrain.data.image_models import load_processor, takes_images
     from rltrain.data.model_directory import check_vocabulary, load_tokenizer
 
     if is_builtin(config.model.path):
         return builtin_task(config).tokenizer(), end_ids_of(config, None)
     tokenizer = load_tokenizer(config.model.path)
+    if takes_images(config.model.path) and not tokenizer.chat_template:
+        # transformers gives the template of the file chat_template.json only to the processor.
+        tokenizer.chat_template = getattr(load_processor(config.model.path), "chat_template", None)
     check_vocabulary(config.model.path, tokenizer, f"model.path={config.model.path}")
     return tokenizer, end_ids_of(config, tokenizer)
 

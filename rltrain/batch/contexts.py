@@ -42,10 +42,10 @@ class Contexts:
 
     @property
     def keys(self) -> Tensor:
-        """(N,) int64; a model gets the same input at two tokens exactly if they have the same key.
+        """(N,) int64 keys of the tokens. Two contexts that begin with equal keys begin with the same inputs.
 
-        The key of a token that shows a part of an image is minus the number of the image. The tokens of an image always
-        follow each other as a whole, so they need no different keys.
+        The key of a token is its id. The key of a token that shows a part of an image is minus the image's number. All
+        tokens of an image have the same key, because each context contains an image as a whole.
         """
         return self.ids if self.images is None else torch.where(self.images > 0, -self.images, self.ids)
 

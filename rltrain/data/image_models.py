@@ -20,19 +20,22 @@ _REASONS = {
 
 def takes_images(path: str | Path) -> bool:
     """Return whether training supports the images of the model in a directory."""
-    return str(path) == BUILTIN_VISION or _type_of(path) in IMAGE_MODELS
+    return type_of(path) in IMAGE_MODELS
 
 
 def why_no_images(path: str | Path) -> str:
     """Return the reason why training does not support the images of a model; "" if the model takes only text."""
-    kind = _type_of(path)
+    kind = type_of(path)
     if kind in IMAGE_MODELS or is_builtin(str(path)) or not _config(path).get("vision_config"):
         return ""
     return _REASONS.get(kind, f"only the model types {' and '.join(IMAGE_MODELS)} are tested, and this is {kind}")
 
 
-def _type_of(path: str | Path) -> str:
-    return "" if is_builtin(str(path)) else str(_config(path).get("model_type"))
+def type_of(path: str | Path) -> str:
+    """Return the type of a model, such as "llava"; "" for the built-in model that takes no images."""
+    if is_builtin(str(path)):
+        return IMAGE_MODELS[0] if path == BUILTIN_VISION else ""
+    return str(_config(path).get("model_type"))
 
 
 def _config(path: str | Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from rltrain.base.errors import ConfigError, one_line
 from rltrain.data.chat_templates import ChatTemplates, TemplateError
 from rltrain.data.control_tokens import ControlTokenError, ControlTokens
-from rltrain.data.prompt_images import ImageInfo, ImagePlaceholders
+from rltrain.data.prompt_images import ImageInfo, ImagePlaceholders, parts_of
 from rltrain.data.token_bound import TokenBound
 from rltrain.settings.typed import require
 
@@ -129,15 +129,24 @@ class PromptEncoder:
 
         Chat messages are converted to text with the chat template.
         """
-        chats = {row: prompt for row, prompt in prompts.items() if isinstance(prompt, list)}
+        chats = {row: self._rendered(prompt) for row, prompt in prompts.items() if isinstance(prompt, list)}
         rendered = self._templates.render(self.tokenizer, list(chats.values()), add_generation_prompt=True)
         for row, prompt in prompts.items():
             try:
                 text = next(rendered) if row in chats else prompt
             except TemplateError as error:
                 raise ConfigError(f"{place(list(chats)[error.chat])}: {error}") from error
-            _require_parts(prompt, text, place(row))
+            _require_parts(chats.get(row, prompt), text, place(row))
             yield row, unicode(text, place(row))
+
+    def _rendered(self, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return chat messages in the form that the chat template gets.
+
+        The templates of models that take images expect the content of each message as a list of parts.
+        """
+        if self.placeholders is None:
+            return chat
+        return [{**message, "content": parts_of(message["content"])} for message in chat]
 
     def _encoded(self, texts: Mapping[int, str], *, add_special_tokens: bool) -> dict[int, list[int]]:
         if not texts:
@@ -157,7 +166,7 @@ class PromptEncoder:
         """Encode a prompt so that control-token names in the prompt stay ordinary text."""
 
         def write(prompt: Any) -> str:
-            return next(self._templates.render(self.tokenizer, [prompt], add_generation_prompt=True))
+            return next(self._templates.render(self.tokenizer, [self._rendered(prompt)], add_generation_prompt=True))
 
         try:
             if isinstance(prompt, str):

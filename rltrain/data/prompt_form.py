@@ -109,8 +109,8 @@ class PromptForm:
     def shown(self, row: Row) -> tuple[Any, list[Any]]:
         """Return the finished prompt of a row, and the images that the prompt shows, in order.
 
-        If the model takes images, the content of each chat message is a list of parts, and the part `{"type": "image"}`
-        marks the place of an image. Text with images becomes a user message.
+        The content of a message with images is a list of parts, in which the part `{"type": "image"}` marks the place
+        of an image. Text with images becomes a user message, unless `data.chat` is "never".
 
         Raises:
             RowError: `read`, `finished` or `separated` rejects the row.

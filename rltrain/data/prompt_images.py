@@ -6,8 +6,8 @@ part of a message is `{"type": "text", "text": TEXT}`, `{"type": "image", "image
 image of the column, and so does the mark `<image>` in a text. If no message has a place for an image, the images of the
 column come before the text of the first user message.
 
-An image is the path of a file, a `data:` URI, the bytes of an image file, a dict with `bytes` or `path` as in data sets
-of the Hugging Face hub, or a PIL image.
+An image is the path of a file, a `data:` URI, the bytes of an image file, or a dict with `bytes` or `path` as in data
+sets of the Hugging Face hub.
 
 Language models see an image as a fixed number of tokens. A chat template writes one placeholder token for each image.
 The model's processor replaces the placeholder by the tokens of the image; how many there are can depend on the image's
@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rltrain.base.errors import one_line
+from rltrain.base.errors import ConfigError, one_line
 from rltrain.data.row_error import RowError
 
 MARK = "<image>"
 IMAGE_COLUMNS = ("images", "image")
-_FORMS = "an image is the path of a file, a data: URI, the bytes of a file, {'bytes': ..., 'path': ...} or a PIL image"
+_FORMS = "an image is the path of a file, a data: URI, the bytes of a file, or {'bytes': ..., 'path': ...}"
 
 
 class ImageInfo(NamedTuple):
@@ -92,7 +92,8 @@ def read_image(value: Any, folder: Path) -> bytes:
 
     Args:
         value: the image, in one of the forms that the docstring of this module lists.
-        folder: folder of the data file, to which the paths of images are relative.
+        folder: folder to which the paths of images are relative: that of the data file, or the working directory if
+            the data is not in a file.
 
     Raises:
         RowError: `value` is not an image, or the image's file cannot be read.
@@ -105,10 +106,6 @@ def read_image(value: Any, folder: Path) -> bytes:
         return read_image(value["url"], folder)
     if isinstance(value, str):
         return _from_uri(value) if value.startswith("data:") else _from_file(value, folder)
-    if hasattr(value, "save") and hasattr(value, "size"):
-        buffer = io.BytesIO()
-        value.save(buffer, format="PNG")
-        return buffer.getvalue()
     raise RowError(f"an image has the type {type(value).__name__}; {_FORMS}")
 
 
@@ -131,7 +128,8 @@ def _from_file(name: str, folder: Path) -> bytes:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise RowError(
-            f"the image {one_line(str(path), 120)} cannot be read ({reason}); paths are relative to the data file"
+            f"the image {one_line(str(path), 120)} cannot be read ({reason}); give its path, which is relative to the "
+            "data file, or to the working directory if the data is not in a file"
         ) from None
 
 
@@ -144,7 +142,7 @@ def separated(prompt: Any, column: Sequence[Any]) -> tuple[Any, list[Any]]:
 
     Returns:
         Two values: the messages, in which each part that shows an image is `{"type": "image"}`, and the images in the
-        order of these parts. The content of each message is a list of parts.
+        order of these parts. The content of a message with images is a list of parts. Other messages are unchanged.
 
     Raises:
         RowError: the number of places for images differs from the number of images, or a part has an unknown type.
@@ -160,9 +158,9 @@ def separated(prompt: Any, column: Sequence[Any]) -> tuple[Any, list[Any]]:
     messages = [{**message, "content": places.parts(message.get("content"))} for message in prompt]
     if places.left and not places.images:
         first = next((message for message in messages if message.get("role") == "user"), None)
-        if first is None or not isinstance(first["content"], list):
+        if first is None or not isinstance(first["content"], str | list):
             raise RowError("the row has images, but no user message that could show them")
-        first["content"] = [*({"type": "image"} for _ in places.left), *first["content"]]
+        first["content"] = [*({"type": "image"} for _ in places.left), *parts_of(first["content"])]
         return messages, places.left
     if places.left:
         raise RowError(
@@ -170,6 +168,11 @@ def separated(prompt: Any, column: Sequence[Any]) -> tuple[Any, list[Any]]:
             f"them; write one {MARK} for each image"
         )
     return messages, places.images
+
+
+def parts_of(content: Any) -> Any:
+    """Return the content of a message as a list of parts. Content that is neither text nor a list is unchanged."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def texts_of(prompt: Any) -> list[str]:
@@ -198,9 +201,10 @@ class _Places:
         self._has_column = bool(column)
 
     def parts(self, content: Any) -> Any:
-        """Return the content of a message as a list of parts, without the data of images."""
+        """Return the content of a message without the data of images: a list of parts if the message has images."""
         if isinstance(content, str):
-            return self._text(content)
+            found = self._text(content)
+            return content if found == parts_of(content) else found
         if not isinstance(content, list):
             return content
         return [part for one in content for part in self._part(one)]
@@ -228,7 +232,7 @@ class _Places:
         found: list[dict[str, Any]] = []
         for number, piece in enumerate(pieces):
             found += self._next() if number else []
-            found += [{"type": "text", "text": piece}] if piece else []
+            found += parts_of(piece) if piece or len(pieces) == 1 else []
         return found
 
     def _next(self) -> list[dict[str, Any]]:
@@ -262,13 +266,24 @@ class ImagePlaceholders:
 
         if (width, height) not in self._known:
             blank = Image.new("RGB", (width, height))
-            made = self._processor(text=self._processor.image_token, images=[blank], add_special_tokens=False)
+            try:
+                made = self._processor(text=self._processor.image_token, images=[blank], add_special_tokens=False)
+            except Exception as error:  # An incomplete processor causes exceptions of many types.
+                reason = one_line(" ".join(str(error).split()), 120)
+                raise ConfigError(
+                    f"model.path: the model's processor fails for an image of {width} x {height} pixels "
+                    f"({type(error).__name__}: {reason}); use the processor files that belong to the model"
+                ) from error
             self._known[width, height] = [int(token) for token in made["input_ids"][0]]
         return self._known[width, height]
 
     def length(self, short_ids: Sequence[int], images: Sequence[ImageInfo]) -> int:
         """Return the number of tokens of a prompt after the replacement."""
         return len(short_ids) + sum(len(self._tokens(one.width, one.height)) - 1 for one in images)
+
+    def largest(self) -> int:
+        """Return the largest token id in the tokens of the images so far, or 0."""
+        return max((max(tokens) for tokens in self._known.values() if tokens), default=0)
 
     def places(self, short_ids: Sequence[int]) -> int:
         """Return the number of placeholder tokens of a prompt."""

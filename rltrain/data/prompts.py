@@ -209,7 +209,8 @@ class PromptSet(Sequence[Prompt]):
 
     def largest_id(self) -> int:
         """Return the largest token id in any prompt or supervised answer."""
-        return max(max(self._ids), 0 if self.supervised is None else self.supervised.largest_id())
+        of_images = 0 if self._placeholders is None else self._placeholders.largest()
+        return max(max(self._ids), of_images, 0 if self.supervised is None else self.supervised.largest_id())
 
     def append(self, row: int, ids: Sequence[int], images: Sequence[ImageInfo] = ()) -> None:
         """Add a prompt, given as token ids, that was made from row number `row` of the source.

@@ -22,6 +22,7 @@ from rltrain.data.chat_templates import ChatTemplates, TemplateError
 from rltrain.data.control_tokens import ControlTokenError, ControlTokens
 from rltrain.data.prompt_encoding import Overlong, SpecialTokens
 from rltrain.data.prompt_form import BRACES, PromptForm, Row, require_column, shown, template_parts
+from rltrain.data.prompt_images import parts_of
 from rltrain.data.row_error import RowError
 from rltrain.data.rows import Rows
 from rltrain.data.token_bound import TokenBound
@@ -187,11 +188,19 @@ class AnswerEncoder:
         options: length limit, end tokens and stop strings of answers.
         special_tokens: what happens to answers that contain the name of a control token, as in `PromptEncoder`.
         templates: object that renders a chat, to find the end token of the assistant's messages.
+        parts: whether the chat template gets the content of a message as a list of parts.
     """
 
     def __init__(
-        self, tokenizer: Any, options: SupervisedOptions, *, special_tokens: SpecialTokens, templates: ChatTemplates
+        self,
+        tokenizer: Any,
+        options: SupervisedOptions,
+        *,
+        special_tokens: SpecialTokens,
+        templates: ChatTemplates,
+        parts: bool = False,
     ) -> None:
+        self._parts = parts
         self._tokenizer, self._options, self._special_tokens = tokenizer, options, special_tokens
         self._control, self._bound = ControlTokens(tokenizer), TokenBound(tokenizer)
         own = tokenizer.eos_token_id
@@ -282,7 +291,9 @@ class AnswerEncoder:
         """
         if not self._tokenizer.chat_template:
             return self._end_of_text
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
+        chat: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
+        if self._parts:
+            chat = [{**message, "content": parts_of(message["content"])} for message in chat]
         try:
             (text,) = templates.render(self._tokenizer, [chat], add_generation_prompt=False)
         except TemplateError:
@@ -324,7 +335,9 @@ def load_answers(
     longest: dict[int, Overlong] = {}
     checked: list[tuple[int, str]] = []
     with ChatTemplates() as templates:
-        encoder = AnswerEncoder(tokenizer, options, special_tokens=special_tokens, templates=templates)
+        encoder = AnswerEncoder(
+            tokenizer, options, special_tokens=special_tokens, templates=templates, parts=form.takes_images
+        )
     for start in range(0, len(kept), _BATCH):
         numbers = kept[start : start + _BATCH]
         texts, chats = _texts(rows, numbers, form, answers)

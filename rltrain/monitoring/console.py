@@ -362,11 +362,13 @@ def sample_text(
 
 
 def _shown_prompt(row: DataProto) -> list[int]:
-    """Return the token ids of the prompt of a batch with one row, with one token for each image."""
+    """Return the token ids of the prompt of a batch with one row, where one token stands for adjacent image tokens."""
     ids = row.values("prompts")
     if "prompt_images" in row:
         images = row.values("prompt_images")
-        ids = ids[(images == 0) | (images != images.roll(1))]
+        first = images.new_ones(len(images)).bool()
+        first[1:] = images[1:] != images[:-1]
+        ids = ids[(images == 0) | first]
     return [int(token) for token in ids.tolist()]
 
 

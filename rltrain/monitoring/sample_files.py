@@ -32,7 +32,7 @@ _OF_TOKENS = (
     "advantages",
 )
 # Type of the column `images`: for each sample, a list of image files.
-IMAGES = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+IMAGES = pa.list_(pa.struct([("bytes", pa.large_binary()), ("path", pa.string())]))
 _OF_ACTOR_PASS = ("old_log_probs", "entropies")
 
 

@@ -16,7 +16,7 @@ from rltrain.base.cpu_threads import cpu_cores
 from rltrain.base.errors import ConfigError, described
 from rltrain.base.storage import Folder, absolute, local_path
 from rltrain.data.builtin_models import is_builtin
-from rltrain.data.image_models import why_no_images
+from rltrain.data.image_models import takes_images, type_of, why_no_images
 from rltrain.data.model_directory import (
     check_critic,
     check_directory,
@@ -120,6 +120,7 @@ def check_models(config: Config) -> None:
         check_vocabulary(model.path, load_tokenizer(model.path, model.key), f"{model.key}={model.path}")
     for teacher in config.algorithm.distillation.models:
         check_teacher(config, teacher.path, teacher.key)
+    _check_image_model(config)
     check_limits(config, _model_config(config.model.path))
     if not is_builtin(config.model.path):
         _check_weights(config)
@@ -247,14 +248,15 @@ def builtin_task(config: Config) -> BuiltinTask:
     `model.path=builtin` selects the tiny model of the built-in task.
 
     Raises:
-        ConfigError: the value of `data.train` is not a built-in task.
+        ConfigError: the value of `data.train` is not a built-in task, or the task has another tiny model.
     """
-    source = config.data.train
+    source, path = config.data.train, config.model.path
     names = [BUILTIN + name for name in TASKS]
+    known = [BUILTIN + task.name for task in TASKS.values() if task.model == path]
     require(
         source.startswith(BUILTIN),
-        f"model.path=builtin with data.train={source}: the tiny model knows only the built-in tasks "
-        f"({', '.join(names)}); give model.path=DIR or a name on the hub",
+        f"model.path={path} with data.train={source}: the tiny model knows only the built-in task"
+        f"{'s' * (len(known) > 1)} {', '.join(known)}; give model.path=DIR or a name on the hub",
     )
     if source not in names:
         near = difflib.get_close_matches(source, names, n=1, cutoff=0.0)[0]
@@ -268,6 +270,25 @@ def builtin_task(config: Config) -> BuiltinTask:
         f"model.path={task.model}",
     )
     return task
+
+
+def _check_image_model(config: Config) -> None:
+    """Check that the run can train `model.path` if the model takes images, even if the prompts show none.
+
+    Raises:
+        ConfigError: the rollout engine does not run the model, or the run needs a critic or adapters for it.
+    """
+    path = config.model.path
+    if not takes_images(path):
+        return
+    kind, engine = type_of(path), config.rollout.description
+    start = f"model.path={path}: models of the type {kind}"
+    require(
+        kind in engine.image_models,
+        f"{start} cannot be used with rollout.engine={config.rollout.engine} ({engine.title}); use rollout=hf",
+    )
+    require(not needs_critic(config.algorithm), f"{start} cannot have a critic; use an algorithm without one")
+    require(config.model.lora is None or kind != "llava", f"{start} cannot be adapted; use model.lora=null")
 
 
 def check_images(config: Config, prompts: PromptSet) -> None:
@@ -289,7 +310,6 @@ def check_images(config: Config, prompts: PromptSet) -> None:
         return
     start = f"{where}: prompts with images cannot be used with"
     require(not config.rollout.has_environment, f"{start} rollout.environment; use text prompts")
-    require(not needs_critic(config.algorithm), f"{start} a critic; use an algorithm without one, such as grpo")
     require(not config.algorithm.distillation.models, f"{start} algorithm.distillation; use text prompts")
     require(not config.reward.models, f"{start} reward.models; use reward.functions")
     ranks = config.placement.ranks_per_pack

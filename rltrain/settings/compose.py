@@ -135,7 +135,7 @@ def _default_choices(items: list[Item]) -> list[Item]:
     taken = chosen(items)
     found: list[Item] = []
     if "profile" not in taken:
-        if not str(_last(items, "model.path", "builtin")).startswith("builtin"):
+        if _last(items, "model.path", "builtin") not in ("builtin", "builtin-vision"):
             found.append(Choice("profile", "instruct"))
         elif isinstance(TASKS.get(taken.get("data", "")), ConversationTask):
             found.append(Choice("profile", "conversation"))

@@ -60,6 +60,7 @@ class EngineDescription:
             the engine. With `trainer.deterministic=true`, a run may have several replicas only if `repeats` is True.
         reads_files: Whether the engine's library itself chooses which files of the model's directory it reads.
         records_experts: Whether the engine can return the experts that the routers of a model chose for each token.
+        image_models: Types of the models that the engine runs, of those that take images, such as "llava".
         records_at_stop: Whether the engine also returns the experts of answers that a stop string ends.
         shards: Function that returns over how many devices the model of one engine is divided.
         shards_key: Config key that sets the number of shards, such as "rollout.vllm.tensor_parallel_size".
@@ -84,6 +85,7 @@ class EngineDescription:
     repeats: bool = False
     reads_files: bool = False
     records_experts: bool = False
+    image_models: tuple[str, ...] = ()
     records_at_stop: bool = True
     shards: Callable[["RolloutConfig"], int] = lambda rollout: 1
     shards_key: str = ""

@@ -112,24 +112,24 @@ def test_one_and_two_ranks_learn_the_same_although_some_rows_show_no_image(tmp_p
 
 
 REFUSED = {
-    "a critic": (["algorithm=ppo"], "prompts with images cannot be used with a critic"),
+    "a critic": (["data=digit", "algorithm=ppo"], "models of the type idefics3 cannot have a critic"),
     "ranks that split tokens": (
-        ["placement.actor_ranks=2", "placement.sequence_ranks=2"],
+        ["data=digit", "placement.actor_ranks=2", "placement.sequence_ranks=2"],
         "prompts with images cannot be used with ranks that split tokens or layers (2 ranks for a pack)",
     ),
-    "another tiny model": (["model.path=builtin"], "use model.path=builtin-vision"),
-    "vLLM without torchvision": (["model.path=LLAVA", "rollout=vllm"], "vLLM needs the package torchvision"),
+    "another tiny model": (["data=digit", "model.path=builtin"], "use model.path=builtin-vision"),
+    "LLaVA with vLLM": (["LLAVA", "rollout=vllm"], "of the type llava cannot be used with rollout.engine=vllm (vLLM)"),
+    "LLaVA with adapters": (["LLAVA", "rollout=hf", "model.lora={rank: 4}"], "cannot be adapted; use model.lora=null"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_settings_that_exclude_images_are_refused_before_the_run_starts(case, tmp_path):
     overrides, said = REFUSED[case]
-    base = ["data=digit"]
-    if "model.path=LLAVA" in overrides:
+    if "LLAVA" in overrides:
         save("llava", tmp_path / "model")
-        base, overrides = [*write_data(tmp_path), f"model.path={tmp_path}/model"], ["rollout=vllm"]
-    run = train(tmp_path / "run", *base, *overrides)
+        overrides = [*write_data(tmp_path), f"model.path={tmp_path}/model", *overrides[1:]]
+    run = train(tmp_path / "run", *overrides)
     assert run.status == 2
     assert said in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1

@@ -7,7 +7,8 @@ vision encoder.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +28,12 @@ class ShownImages:
 
     Args:
         model: the model, which takes images.
-        processor: the model's processor.
+        load: function that loads the model's processor. It is called when the first image is shown.
     """
 
-    def __init__(self, model: PreTrainedModel, processor: Any) -> None:
+    def __init__(self, model: PreTrainedModel, load: Callable[[], Any]) -> None:
         self._model: Any = model
-        self._processor = processor
+        self._processor = functools.cache(load)
         self._files: Sequence[bytes] = ()
         self._places: Tensor | None = None
 
@@ -71,7 +72,7 @@ class ShownImages:
     def _features(self, device: torch.device) -> Tensor:
         """Return the features (M, H) of the M tokens of all images."""
         pictures = [decoded(file) for file in self._files] or [BLANK]
-        inputs = self._processor.image_processor(images=[pictures], return_tensors="pt")
+        inputs = self._processor().image_processor(images=[pictures], return_tensors="pt")
         kept = {name: value.to(device) for name, value in inputs.items() if isinstance(value, Tensor)}
         found = self._model.get_image_features(**kept, return_dict=True).pooler_output
         parts = found if isinstance(found, list | tuple) else [found]
@@ -82,7 +83,7 @@ def show_images(model: PreTrainedModel, path: str) -> None:
     """Make a model that was loaded from the directory `path` ready for images, if it takes images."""
     if not takes_images(path):
         return
-    shown = ShownImages(model, load_processor(path))
+    shown = ShownImages(model, functools.partial(load_processor, path))
     vars(model)[_SHOWN] = shown
     embeddings: nn.Module = model.get_input_embeddings()
     embeddings.register_forward_hook(shown.merged)

@@ -227,8 +227,8 @@ def test_in_a_ray_job_the_output_folder_must_be_absolute(tmp_path, monkeypatch):
 def test_a_file_of_ones_own_needs_a_model_of_ones_own(tmp_path):
     (tmp_path / "my.jsonl").touch()
     assert (
-        "the tiny model knows only the built-in tasks (builtin:median, builtin:sort, "
-        "builtin:lookup, builtin:higher_lower, builtin:digit); give model.path=DIR" in refusal("data.train=my.jsonl")
+        "the tiny model knows only the built-in tasks builtin:median, builtin:sort, "
+        "builtin:lookup, builtin:higher_lower; give model.path=DIR" in refusal("data.train=my.jsonl")
     )
 
 

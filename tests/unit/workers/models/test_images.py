@@ -55,7 +55,7 @@ def batch_of(rows, processor):
 def packed_model(kind):
     model, processor = make(kind)
     model = model.double().eval()
-    vars(model)["shown_images"] = shown = ShownImages(model, processor)
+    vars(model)["shown_images"] = shown = ShownImages(model, lambda: processor)
     model.get_input_embeddings().register_forward_hook(shown.merged)
     return model, processor
 
@@ -181,7 +181,14 @@ def test_a_text_model_is_left_alone(tmp_path):
     assert "shown_images" not in vars(model)
 
 
-def test_a_model_without_a_processor_is_refused(tmp_path):
+def test_a_model_without_a_processor_is_refused_when_it_sees_its_first_image(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
-    with pytest.raises(ConfigError, match="the processor of images does not load"):
-        show_images(make("llava")[0], str(tmp_path))
+    model, _ = make("llava")
+    show_images(model, str(tmp_path))
+    ids = torch.tensor([[IMAGE_ID] * 16])
+    model.get_input_embeddings()(ids)
+    with (
+        images_shown(model, [A], torch.ones(1, 16, dtype=torch.bool)),
+        pytest.raises(ConfigError, match="the processor of images does not load"),
+    ):
+        model.get_input_embeddings()(ids)

@@ -1,10 +1,14 @@
 """Tests of the engine that returns the stored answers of an earlier run."""
 
+import dataclasses
+
 import pytest
 
 from rltrain.base.errors import ConfigError
+from rltrain.data.prompt_images import PromptImages
 from rltrain.data.stored_samples import stored_groups
-from tests.made_runs import batch, made_run
+from tests.image_models import picture
+from tests.made_runs import batch, made_run, with_pictures
 from workers.rollout.engines.stored.engine import StoredEngine
 from workers.rollout.messages import Request
 
@@ -80,3 +84,15 @@ def test_a_damaged_table_is_named(folder):
     (folder / "rollouts" / "step_000002.parquet").write_bytes(b"PAR1 and no table")
     with pytest.raises(ConfigError, match=r"step_000002\.parquet: cannot be read \(.*\); copy the run's folder again"):
         StoredEngine(folder)
+
+
+def test_an_answer_to_a_prompt_with_another_image_is_refused(tmp_path):
+    """The token ids of two prompts can be the same although they show different images."""
+    made = with_pictures(batch(("1", "2"), uids=[0, 1]), [[picture(1)], []])
+    engine = StoredEngine(made_run(tmp_path / "run", [made]))
+    same = dataclasses.replace(request(0, 0), images=PromptImages(((1, picture(1)),), [48], [1, 0]))
+    other = dataclasses.replace(same, images=PromptImages(((2, picture(2)),), [48], [2, 0]))
+    assert [len(answer.token_ids) for answer in answers(engine, same, request(1, 0))] == [2, 2]
+    for wrong in (other, request(0, 0)):
+        with pytest.raises(ConfigError, match="prompt group 0 has another prompt in the stored run"):
+            answers(engine, wrong)

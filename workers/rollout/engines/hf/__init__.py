@@ -7,5 +7,6 @@ DESCRIPTION = EngineDescription(
     make="workers.rollout.engines.hf.engine:make",
     repeats=True,
     records_experts=True,
+    image_models=("idefics3", "llava"),
     library_bytes=370 << 20,
 )

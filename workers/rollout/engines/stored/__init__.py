@@ -7,5 +7,6 @@ DESCRIPTION = EngineDescription(
     make="workers.rollout.engines.stored.engine:make",
     generates=False,
     repeats=True,
+    image_models=("idefics3", "llava"),
     library_bytes=200 << 20,
 )

@@ -24,6 +24,12 @@ _COLUMNS = ["prompt_ids", "response_ids", "rollout_log_probs", "policy_version",
 _OPEN_TABLES = 4
 
 
+def _read(path: Path) -> pa.Table:
+    """Read the columns of a table of samples that the engine needs. Only prompts with images have the column images."""
+    names = pq.read_schema(path).names
+    return pq.read_table(path, columns=[*_COLUMNS, *(name for name in ("images",) if name in names)])
+
+
 class StoredEngine:
     """Engine that looks up answers in the tables of samples of an earlier run.
 
@@ -39,7 +45,7 @@ class StoredEngine:
     def __init__(self, folder: Path) -> None:
         self.folder, self.groups = folder, stored_groups(folder)
         self.waiting: list[Request] = []
-        self._table = functools.lru_cache(_OPEN_TABLES)(functools.partial(pq.read_table, columns=_COLUMNS))
+        self._table = functools.lru_cache(_OPEN_TABLES)(_read)
 
     @property
     def busy(self) -> bool:
@@ -71,7 +77,8 @@ class StoredEngine:
             )
         table: pa.Table = self._table(group.path)
         (row,) = table.slice(group.first + sample, 1).to_pylist()
-        if row["prompt_ids"] != request.prompt_ids:
+        shown = [] if request.images is None else [file for _, file in request.images.files]
+        if row["prompt_ids"] != request.prompt_ids or [one["bytes"] for one in row.get("images") or ()] != shown:
             raise ConfigError(
                 f"{where}: prompt group {uid} has another prompt in the stored run; use the data settings, "
                 "trainer.seed and tokenizer of the stored run"

@@ -535,10 +535,10 @@ class AsyncVLLM:
             asyncio.run_coroutine_threadsafe(self._answer(name, request), self.loop)
 
     async def _answer(self, name: str, request: Request) -> None:
-        prompt = prompt_of(request, self.loads, self.config)
         params = sampling_params(request, self.stop_ids, self.config)
         growing = None if self.strings is None else Growing(request.key, self.strings)
         try:
+            prompt = prompt_of(request, self.loads, self.config)
             lora = policy(self.loads, self.options)
             async for output in self.engine.generate(prompt, params, name, lora_request=lora):
                 if growing is not None and growing.add(output.outputs[0], 0) and not output.finished:
