@@ -582,10 +582,10 @@ class RolloutConfig:
     """Settings for the generation of answers."""
 
     engine: str = key(
-        "Inference engine that generates the answers. vllm: the library vLLM. hf: the library transformers. stored: "
-        "no generation, but the stored answers of an earlier run. A dotted name, such as my_package.my_engine: another "
-        "engine, which this Python package describes and implements.",
-        values="`vllm`, `hf`, `stored`, or the dotted name of a Python package",
+        "Inference engine that generates the answers. vllm: the library vLLM. hf: the library transformers. sglang: "
+        "the library SGLang, with which no run has been made yet. stored: no generation, but the stored answers of an "
+        "earlier run. Any other engine is named by the Python package that contains it, such as my_package.my_engine.",
+        values="`vllm`, `hf`, `sglang`, `stored`, or the dotted name of a Python package",
     )
     run: str | None = key(
         "Output folder of the earlier run whose stored answers are used with rollout=stored. null: the run uses "

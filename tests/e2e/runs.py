@@ -53,13 +53,15 @@ class Run:
         return {file.name: pq.read_table(file) for file in sorted((self.output / "rollouts").glob("*.parquet"))}
 
 
-def start(output: Path, *overrides: str, program=("-m", "rltrain.main"), **options) -> subprocess.Popen[str]:
+def start(
+    output: Path, *overrides: str, program=("-m", "rltrain.main"), python_path=str(ROOT), **options
+) -> subprocess.Popen[str]:
     """Start `python -m rltrain.main`, or Python with the words of `program`, in its own process group.
 
     An environment variable marks every process of the run.
     """
     command = [sys.executable, *program, f"trainer.output_dir={output}", *overrides]
-    environment = {**os.environ, "RLTRAIN_TEST_RUN": str(output), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "RLTRAIN_TEST_RUN": str(output), "PYTHONPATH": python_path}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True, preexec_fn=_default_signals, **options,

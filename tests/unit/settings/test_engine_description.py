@@ -15,18 +15,18 @@ from rltrain.settings.engine_description import (
     engine_names,
 )
 
-OWN = ["hf", "stored", "vllm"]
+OWN = ["hf", "sglang", "stored", "vllm"]
 
 
 def test_rltrains_own_engines_are_the_packages_of_one_folder():
     assert engine_names() == OWN
-    assert [engine_description(name).title for name in OWN] == ["transformers", "stored answers", "vLLM"]
+    assert [engine_description(name).title for name in OWN] == ["transformers", "SGLang", "stored answers", "vLLM"]
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("sglang", "there is no package workers.rollout.engines.sglang"),
+        ("nothing", "there is no package workers.rollout.engines.nothing"),
         ("no_such.engine", "there is no package no_such.engine"),
         ("json.decoder", "json.decoder has no DESCRIPTION"),
         ("../vllm", "'../vllm' is not the name of a Python package"),
