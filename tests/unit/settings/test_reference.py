@@ -165,11 +165,11 @@ def test_the_keys_of_sections_and_of_the_entries_of_a_list_get_comments_too():
     assert commented(text, "rollout.").splitlines()[2:] == [
         "vllm:  # Settings that only the engine vLLM uses. null: the run uses another engine.",
         "  kv_cache_mb: 1  # Size of one engine's KV cache on CPUs. On GPUs, kv_cache_mb has no effect. Unit: MB.",
-        "# Inference engine that generates the answers. vllm: the library vLLM. hf: the library transformers. "
-        "stored: no",
-        "# generation, but the stored answers of an earlier run. A dotted name, such as my_package.my_engine: another "
-        "engine,",
-        "# which this Python package describes and implements.",
+        "# Inference engine that generates the answers. vllm: the library vLLM. hf: the library "
+        "transformers. sglang: the library",
+        "# SGLang, with which no run has been made yet. stored: no generation, but the stored "
+        "answers of an earlier run. Any",
+        "# other engine is named by the Python package that contains it, such as my_package.my_engine.",
         "engine: vllm",
     ]
     entries = "# Head.\n\nmodels:\n  - name: a\n    weight: 1.0\n  - name: b\nmemory_mb: 1\n"

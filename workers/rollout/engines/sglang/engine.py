@@ -45,7 +45,8 @@ def engine_arguments(config: Config, path: str) -> dict[str, Any]:
         "stream_interval": STREAMED,
         "log_level": "error",
     }
-    return arguments | rollout.engine_options.get("arguments", {})
+    further: dict[str, Any] = rollout.engine_options.get("arguments", {})
+    return arguments | further
 
 
 def sampling_params(request: Request, stop_ids: Sequence[int]) -> dict[str, Any]:
