@@ -110,10 +110,11 @@ class PromptForm:
         """Return the finished prompt of a row, and the images that the prompt shows, in order.
 
         The content of a message with images is a list of parts, in which the part `{"type": "image"}` marks the place
-        of an image. Text with images becomes a user message, unless `data.chat` is "never".
+        of an image. Text with images becomes a user message.
 
         Raises:
-            RowError: `read`, `finished` or `separated` rejects the row.
+            RowError: `read`, `finished` or `separated` rejects the row. With `data.chat` "never", rows with images are
+                rejected.
         """
         value = self.read(row)
         if not self.takes_images:

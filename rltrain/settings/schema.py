@@ -695,7 +695,8 @@ class RolloutConfig:
         "Settings that only the engine vLLM uses. null: the run uses another engine.", changeable=True
     )
     engine_options: dict[str, Any] = key(
-        "Options of an engine from another Python package. The engine's description lists the names of its options.",
+        "Options of the engine, except those of vLLM, which are in rollout.vllm. The engine's description lists the "
+        "names of its options.",
         values="mapping from names to values",
         changeable=True,
     )

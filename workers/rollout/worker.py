@@ -247,9 +247,9 @@ class RolloutWorker:
 
     def close(self) -> None:
         """End the engine, its thread, and the process that renders the messages of conversations."""
-        self._run("close", lambda: self.engine.close())
         if self.turns is not None:
             self.turns.renderer.close()
+        self._run("close", lambda: self.engine.close())
         self.closed = True
 
     def _run(self, name: str, function: Callable[[], T]) -> T:

@@ -108,8 +108,12 @@ def test_new_weights_are_used_and_named_in_later_answers(made, start):
     engine.add(requests(2))
     assert {version for answer in answers(engine).values() for version in answer.versions} == {3}
     engine.engine.broken = "model.norm.weight"
-    with pytest.raises(SyncError, match=r"SGLang did not load 'model\.norm\.weight' \(unknown parameter"):
+    with pytest.raises(SyncError, match=r"SGLang could not load .* tensors, .* \(unknown parameter model\.norm"):
         load(engine, bucket)
+    # The next weight sync ends the session that the failed one has left open.
+    engine.engine.broken = ""
+    load(engine, bucket)
+    assert not engine.engine.session
 
 
 def test_aborted_requests_are_never_answered(made):
@@ -126,6 +130,7 @@ def test_an_engine_that_shares_its_gpu_sleeps_and_wakes_in_order(made):
     engine = made()
     assert engine.engine.arguments["enable_memory_saver"]
     assert engine.sleep()
+    assert engine.engine.log == ["flush_cache", "release weights kv_cache"]
     engine.engine.log.clear()
     engine.start_load()
     engine.finish_load(1)
@@ -138,16 +143,41 @@ def test_options_become_arguments(made):
     engine = made("rollout.engine_options={shards: 2, gpu_share: 0.4, arguments: {disable_cuda_graph: true}}")
     found = engine.engine.arguments
     assert (found["tp_size"], found["mem_fraction_static"], found["disable_cuda_graph"]) == (2, 0.4, True)
-    assert found["context_length"] == 32
+    assert found["context_length"] == 32 + 7
+
+
+def test_the_longest_prompt_gets_the_longest_answer(made):
+    engine = made("rollout.max_response_length=4")
+    engine.add([Request((0, 0), PROMPTS[0] * 2, 0.0, 4, 0)])
+    (answer,) = answers(engine).values()
+    assert len(answer.token_ids) == 4 or answer.token_ids[-1] == EOS_ID
+
+
+def test_an_answer_that_sglang_aborts_is_an_error(made):
+    engine = made()
+    engine.add([Request((0, 0), PROMPTS[0] * 9, 1.0, 4, 0)])
+    with pytest.raises(RuntimeError, match=r"SGLang did not finish the answer to request \(0, 0\).*Input is too long"):
+        answers(engine)
+
+
+def test_an_engine_that_does_not_start_says_why(made, engines, monkeypatch):
+    with pytest.raises(ConfigError, match=r"SGLang does not start .*Unexpected keyword argument 'speed'"):
+        made("rollout.engine_options={arguments: {speed: 2}}")
+    monkeypatch.setattr(engines.sglang, "__version__", "0.6.0")
+    with pytest.raises(ConfigError, match=r"the engine needs SGLang 0\.5\.23, and 0\.6\.0 is installed"):
+        made()
 
 
 REFUSED = {
-    "rollout.verify_sync=true": "SGLang cannot prove that it uses new weights",
+    "rollout.verify_sync=true": "the engine cannot check that SGLang computes with new weights",
     "rollout.top_p=0.9": "SGLang returns log-probs of the distribution before tokens are left out",
     "rollout.stop=[a]": "stop strings are not supported",
     "trainer.max_staleness=1": "answers cannot continue after a weight sync",
     "trainer.deterministic=true": "use rollout=hf",
-    "rollout.engine_options={gpu_share: 2}": "must be between 0 and 1",
+    "rollout.engine_options={gpu_share: 2}": "must be a number between 0 and 1",
+    "rollout.engine_options={gpu_share: much}": "must be a number between 0 and 1",
+    "rollout.engine_options={arguments: 3}": "must be a mapping from names to values",
+    "rollout.engine_options={arguments: {tp_size: 2}}": "arguments.tp_size: the engine sets this argument itself",
 }
 
 
@@ -158,6 +188,13 @@ def test_settings_that_the_engine_does_not_support_are_refused(override, monkeyp
     check(compose(RUN)[0])
     with pytest.raises(ConfigError, match=REFUSED[override]):
         check(compose([*RUN, override])[0])
+
+
+@pytest.mark.parametrize("value", ["two", "0", "1.9", "true"])
+def test_a_number_of_shards_that_is_no_number_is_refused(value, monkeypatch):
+    monkeypatch.syspath_prepend(str(STAND_INS))
+    with pytest.raises(ConfigError, match=r"shards=.*must be a whole number of at least 1"):
+        engine_description("sglang").check(compose([*RUN, f"rollout.engine_options={{shards: {value}}}"])[0])
 
 
 def test_without_sglang_the_engine_is_refused():

@@ -1,9 +1,10 @@
-"""Rollout engine with the library SGLang, for GPUs. It was written for SGLang 0.5.23 and has not been run.
+"""Rollout engine with the library SGLang, for GPUs. It was written from the source of SGLang 0.5.23.
 
-The tests use a stand-in with SGLang's interface, because SGLang needs a GPU.
+The engine has not been run with SGLang yet. Its tests use a stand-in for SGLang.
 """
 
 import importlib.util
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rltrain.settings.engine_description import EngineDescription, Setting
@@ -12,7 +13,14 @@ from rltrain.settings.typed import require
 if TYPE_CHECKING:
     from rltrain.settings.schema import Config, RolloutConfig
 
-GPU_SHARE = 0.5  # Share of a GPU's memory that SGLang reserves by default.
+VERSION = "0.5.23"
+GPU_SHARE = 0.5  # Default of the option `gpu_share`.
+# Arguments of `sglang.Engine` on which the engine depends, so that users cannot set them.
+OWNED = (
+    *("model_path", "trust_remote_code", "dtype", "skip_tokenizer_init", "context_length", "max_running_requests"),
+    *("tp_size", "mem_fraction_static", "enable_memory_saver", "stream_interval", "incremental_streaming_output"),
+    *("tokenizer_worker_num", "dp_size"),
+)
 
 
 def installed() -> bool:
@@ -26,12 +34,16 @@ def check(config: "Config") -> None:
     Raises ConfigError if not.
     """
     rollout = config.rollout
-    require(installed(), "rollout.engine=sglang: SGLang is not installed; install sglang, or use rollout=vllm")
     start = "rollout.engine=sglang"
     require(
+        installed(),
+        f"{start}: SGLang is not installed; install sglang=={VERSION} in an environment without vLLM, or use "
+        "rollout=vllm",
+    )
+    require(
         not rollout.verify_sync,
-        f"{start} with rollout.verify_sync=true: SGLang cannot prove that it uses new weights; set "
-        "rollout.verify_sync=false to train without the proof, or use rollout=vllm",
+        f"{start} with rollout.verify_sync=true: the engine cannot check that SGLang computes with new weights; set "
+        "rollout.verify_sync=false to train without the check, or use rollout=vllm",
     )
     require(
         not rollout.is_restricted,
@@ -45,27 +57,40 @@ def check(config: "Config") -> None:
         "sync; use trainer.max_staleness=0, or rollout=vllm",
     )
     require(not config.trainer.deterministic, f"{start} with trainer.deterministic=true: use rollout=hf")
-    share = gpu_share(rollout).value
-    require(0 < share < 1, f"rollout.engine_options.gpu_share={share}: must be between 0 and 1")
+    shards(rollout)
+    gpu_share(rollout)
+    arguments = rollout.engine_options.get("arguments", {})
+    key = "rollout.engine_options.arguments"
+    require(isinstance(arguments, Mapping), f"{key}={arguments}: must be a mapping from names to values")
+    owned = [name for name in arguments if name in OWNED]
+    require(not owned, f"{key}.{next(iter(owned), '')}: the engine sets this argument itself; leave it out")
 
 
 def shards(rollout: "RolloutConfig") -> int:
-    """Return the number of GPUs over which SGLang divides the model."""
-    return int(rollout.engine_options.get("shards", 1))
+    """Return the number of GPUs over which SGLang divides the model. Raise ConfigError if it is not a number."""
+    value = rollout.engine_options.get("shards", 1)
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    require(good, f"rollout.engine_options.shards={value}: must be a whole number of at least 1")
+    return int(value)
 
 
 def gpu_share(rollout: "RolloutConfig") -> Setting:
-    """Return the share of a GPU's memory that SGLang reserves for weights and caches."""
-    return Setting("rollout.engine_options.gpu_share", float(rollout.engine_options.get("gpu_share", GPU_SHARE)))
+    """Return the share of free GPU memory that SGLang reserves. Raise ConfigError if it is not a number."""
+    value = rollout.engine_options.get("gpu_share", GPU_SHARE)
+    good = isinstance(value, int | float) and 0 < value < 1
+    require(good, f"rollout.engine_options.gpu_share={value}: must be a number between 0 and 1")
+    return Setting("rollout.engine_options.gpu_share", float(value))
 
 
 DESCRIPTION = EngineDescription(
     title="SGLang",
     make="workers.rollout.engines.sglang.engine:make",
     packages=("sglang",),
+    # SGLang counts further tokens for each request, so its limit must be above the model's number of positions.
+    environment={"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"},
     options={
         "shards": "Number of GPUs over which the model is divided (tensor parallelism).",
-        "gpu_share": "Share of a GPU's memory for weights and caches, between 0 and 1.",
+        "gpu_share": "Share of the GPU memory that is free at the start, for weights and caches; 0.5 by default.",
         "arguments": "Further arguments of sglang.Engine, as a mapping.",
     },
     check=check,
