@@ -57,7 +57,7 @@ def measure(folder: Path) -> tuple[int, int]:
         found: list[Any] = step()
         for output in found:
             if output.finished:
-                trajectory = core.keys[output.request_id][:2]
+                trajectory = core.requests[output.request_id].key[:2]
                 if trajectory in seen:
                     counted[0] += len(output.prompt_token_ids)
                     counted[1] += output.num_cached_tokens
