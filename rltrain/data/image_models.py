@@ -19,7 +19,10 @@ _REASONS = {
 
 
 def takes_images(path: str | Path) -> bool:
-    """Return whether training supports the images of the model in a directory."""
+    """Return whether a model takes images and can be trained on prompts with images.
+
+    `path` is the model's directory, or the name of a built-in model.
+    """
     return type_of(path) in IMAGE_MODELS
 
 

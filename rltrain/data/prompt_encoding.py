@@ -7,7 +7,7 @@ from typing import Any, Literal
 from rltrain.base.errors import ConfigError, one_line
 from rltrain.data.chat_templates import ChatTemplates, TemplateError
 from rltrain.data.control_tokens import ControlTokenError, ControlTokens
-from rltrain.data.prompt_images import ImageInfo, ImagePlaceholders, parts_of
+from rltrain.data.prompt_images import ImageInfo, ImagePlaceholders, in_parts
 from rltrain.data.token_bound import TokenBound
 from rltrain.settings.typed import require
 
@@ -140,13 +140,11 @@ class PromptEncoder:
             yield row, unicode(text, place(row))
 
     def _rendered(self, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return chat messages in the form that the chat template gets.
+        """Return chat messages in the form that the model's chat template reads.
 
-        The templates of models that take images expect the content of each message as a list of parts.
+        The chat template of a model that takes images reads the content of each message as a list of parts.
         """
-        if self.placeholders is None:
-            return chat
-        return [{**message, "content": parts_of(message["content"])} for message in chat]
+        return chat if self.placeholders is None else in_parts(chat)
 
     def _encoded(self, texts: Mapping[int, str], *, add_special_tokens: bool) -> dict[int, list[int]]:
         if not texts:

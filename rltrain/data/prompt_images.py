@@ -1,4 +1,4 @@
-"""Images in prompts: where a row of data holds them, how they are read, and which tokens stand for them.
+"""Reads the images of prompts from rows of data, and inserts the tokens of images into prompts.
 
 The images of a row are in the row's messages, in the column `images` (a list) or in the column `image` (one image). A
 part of a message is `{"type": "text", "text": TEXT}`, `{"type": "image", "image": IMAGE}`, or
@@ -32,7 +32,7 @@ _FORMS = "an image is the path of a file, a data: URI, the bytes of a file, or {
 
 
 class ImageInfo(NamedTuple):
-    """What is known of an image without its pixels.
+    """The number and the size of an image.
 
     Attributes:
         number: positive 63-bit hash of the image's file. Different files have different numbers.
@@ -83,8 +83,13 @@ def image_info(file: bytes) -> ImageInfo:
     except Exception as error:  # PIL raises exceptions of many types for broken files.
         reason = one_line(" ".join(str(error).split()), 100)
         raise RowError(f"an image cannot be decoded ({type(error).__name__}: {reason})") from None
+    return ImageInfo(image_number(file), width, height)
+
+
+def image_number(file: bytes) -> int:
+    """Return the number of an image: a hash of its file, from 1 to 2**63 - 1."""
     digest = hashlib.blake2b(file, digest_size=8).digest()
-    return ImageInfo((int.from_bytes(digest, "big") >> 1) or 1, width, height)
+    return (int.from_bytes(digest, "big") >> 1) or 1
 
 
 def read_image(value: Any, folder: Path) -> bytes:
@@ -175,6 +180,11 @@ def parts_of(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
+def in_parts(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return chat messages with the content of each message as a list of parts."""
+    return [{**message, "content": parts_of(message["content"])} for message in chat]
+
+
 def texts_of(prompt: Any) -> list[str]:
     """Return the texts of a prompt: the prompt itself if it is text, or the texts of its chat messages."""
     if isinstance(prompt, str):
@@ -227,7 +237,10 @@ class _Places:
         )
 
     def _text(self, text: str) -> list[dict[str, Any]]:
-        """Return the parts of a text, in which each mark takes an image of the column if the row has such a column."""
+        """Return a text as a list of parts.
+
+        If the row has a column of images, each mark `<image>` in the text becomes the next image of the column.
+        """
         pieces = text.split(MARK) if self._has_column else [text]
         found: list[dict[str, Any]] = []
         for number, piece in enumerate(pieces):

@@ -24,6 +24,7 @@ from rltrain.data.prompt_images import (
     ImagePlaceholders,
     PromptImages,
     image_info,
+    image_number,
     read_image,
     texts_of,
 )
@@ -154,10 +155,13 @@ class PromptSet(Sequence[Prompt]):
         known, place = self._infos(index), self._rows.place(self._kept[index])
         try:
             files = tuple(read_image(value, self.folder) for value in values)
-            found = [image_info(file) for file in files]
+            found = [image_number(file) for file in files]
         except RowError as error:
             raise ConfigError(f"{place}: {error}") from None
-        require(found == known, f"{place}: an image has changed since the run began; restore the image")
+        require(
+            found == [image.number for image in known],
+            f"{place}: an image has changed since the run began; restore the image",
+        )
         _, numbers = self._placeholders.replaced(short_ids, known)
         return PromptImages(
             tuple((image.number, file) for image, file in zip(known, files, strict=True)), short_ids, numbers
@@ -205,7 +209,7 @@ class PromptSet(Sequence[Prompt]):
         short = [end - start for start, end in itertools.pairwise(self._ends)]
         if self._placeholders is None or not self._images:
             return short
-        return [len(self._placeholders.replaced(self._short_ids(i), self._infos(i))[0]) for i in range(len(short))]
+        return [self._placeholders.length(self._short_ids(i), self._infos(i)) for i in range(len(short))]
 
     def largest_id(self) -> int:
         """Return the largest token id in any prompt or supervised answer."""
@@ -317,7 +321,7 @@ def load_prompts(
 
 
 def _form(rows: Rows, options: PromptOptions, where: str, tokenizer: Any, *, takes_images: bool) -> PromptForm:
-    """Decide how the rows become prompts. Raise ConfigError if a column has a reserved name, or no column fits."""
+    """Decide which columns become the prompt. Raise ConfigError if no column can, or if a name is reserved."""
     for name in RESERVED_COLUMNS:
         require(
             name not in rows.columns,

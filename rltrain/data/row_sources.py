@@ -61,7 +61,7 @@ def check_source(source: str, where: str) -> None:
 
 
 def source_folder(source: str, where: str) -> Path:
-    """Return the folder to which paths in the rows of a source are relative.
+    """Return the folder that a relative path in a row of the source starts from.
 
     For a data file, this is the file's folder, and for a folder of data files, the folder itself. For other sources, it
     is the working directory.

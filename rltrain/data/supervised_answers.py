@@ -22,7 +22,7 @@ from rltrain.data.chat_templates import ChatTemplates, TemplateError
 from rltrain.data.control_tokens import ControlTokenError, ControlTokens
 from rltrain.data.prompt_encoding import Overlong, SpecialTokens
 from rltrain.data.prompt_form import BRACES, PromptForm, Row, require_column, shown, template_parts
-from rltrain.data.prompt_images import parts_of
+from rltrain.data.prompt_images import in_parts
 from rltrain.data.row_error import RowError
 from rltrain.data.rows import Rows
 from rltrain.data.token_bound import TokenBound
@@ -293,7 +293,7 @@ class AnswerEncoder:
             return self._end_of_text
         chat: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
         if self._parts:
-            chat = [{**message, "content": parts_of(message["content"])} for message in chat]
+            chat = in_parts(chat)
         try:
             (text,) = templates.render(self._tokenizer, [chat], add_generation_prompt=False)
         except TemplateError:

@@ -126,7 +126,7 @@ def tiny_vision_model() -> Idefics3ForConditionalGeneration:
     return model
 
 
-# Maps the values of `model.path` that name a built-in model to the function that builds the model with random weights.
+# For each name of a built-in model, the function that builds the model with random weights.
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"builtin": tiny_model, "builtin-vision": tiny_vision_model}
 
 

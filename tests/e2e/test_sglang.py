@@ -1,4 +1,4 @@
-"""A run with the SGLang engine and a stand-in for SGLang, which needs a GPU."""
+"""A run with the SGLang engine. A stand-in takes the place of the library SGLang, which needs a GPU."""
 
 import os
 

@@ -43,7 +43,7 @@ BYTES_OF_SAMPLE = 40
 # trial. The trial encoding yields a ratio of actual size to estimated size, which corrects the size estimate for all
 # samples.
 PROBED_TOKENS = 300_000
-# Longest side of an image on the page in pixels, and the largest image file that the page contains unchanged.
+# Longest side of an image on the report page, in pixels. Files of at most THUMBNAIL_BYTES bytes are kept unchanged.
 THUMBNAIL, THUMBNAIL_BYTES = 192, 8192
 MISSING = -(1 << 15)  # The 16-bit integer -32768 stands for NaN and for infinity.
 # Each response token has one of three states: observed (tool output), sampled but not trained on, or trained on.

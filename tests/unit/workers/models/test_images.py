@@ -135,7 +135,7 @@ def pack_with(packed, **changes):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pack_without_images_has_zero_gradients_for_images_if_other_rows_of_the_batch_show_some(kind):
-    """All ranks must have gradients of the same parameters."""
+    """FSDP reduces gradients over all ranks, so each rank needs gradients of the same parameters."""
     model, processor = packed_model(kind)
     wanted = own_log_probs(model, processor, ROWS[3:4], temperature=0.7)
     model.set_attn_implementation(text_attention(model.config, PACKED))

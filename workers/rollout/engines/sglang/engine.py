@@ -178,7 +178,7 @@ class SGLangEngine:
         """Make the engine use the new weights, and drop the keys and values of the old weights."""
         self.reader.close()
         if self.adapters.parts:
-            # A sleeping engine has dropped all weights, so those without an adapter are loaded again too.
+            # An engine that has slept has lost all weights, so weights without an adapter are loaded again too.
             for tensor in self.adapters.merged(everything=self.sleeps):
                 self._load([tensor])
         self._require(self.engine.end_weight_update(), "end the weight update")

@@ -25,7 +25,7 @@ _OPEN_TABLES = 4
 
 
 def _read(path: Path) -> pa.Table:
-    """Read the columns of a table of samples that the engine needs. Only prompts with images have the column images."""
+    """Read the needed columns of a table of samples. The column `images` is missing if no prompt shows an image."""
     names = pq.read_schema(path).names
     return pq.read_table(path, columns=[*_COLUMNS, *(name for name in ("images",) if name in names)])
 

@@ -257,7 +257,7 @@ def prompt_of(request: Request, loads: int, config: RolloutConfig) -> Any:
     if request.images is None:
         return {"prompt_token_ids": request.prompt_ids, **salt}
     pictures = [decoded(file) for _, file in request.images.files]
-    ids = list(request.images.short_ids)  # vLLM replaces the placeholders itself.
+    ids = list(request.images.short_ids)  # vLLM itself replaces the placeholder of each image.
     return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}, **salt}
 
 
