@@ -59,8 +59,8 @@ CASES = {
         ["algorithm.kl_loss.kl_estimator=k9"],
         ["kl_estimator=k9", "unknown KL estimator", "k1, "],
     ),
-    "unknown engine": (["rollout=sglang"], ["rollout=sglang", "unknown choice", "hf, stored, vllm"]),
-    "unknown engine by key": (["rollout.engine=sglang"], ["rollout.engine=sglang", "unknown engine", "rollout=hf"]),
+    "unknown engine": (["rollout=tgi"], ["rollout=tgi", "unknown choice", "hf, sglang, stored, vllm"]),
+    "unknown engine by key": (["rollout.engine=tgi"], ["rollout.engine=tgi", "unknown engine", "rollout=hf"]),
     "knob of another loss": (
         ["algorithm.loss.tau_pos=1.0"],
         ["algorithm.loss.tau_pos=1.0", "'vanilla' has no such knob", "it takes clip_ratio_low"],

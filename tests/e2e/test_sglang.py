@@ -12,7 +12,7 @@ def test_a_run_trains_with_the_sglang_engine_and_a_stand_in_for_sglang(tmp_path)
     words = [word for word in WHOLE_STACK if "deterministic" not in word]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "stand_ins")])
     output = tmp_path / "run"
-    process = start(output, *words, "rollout.engine=sglang", "rollout.verify_sync=false", python_path=path)
+    process = start(output, *words, "rollout=sglang", python_path=path)
     found = finish(process, output)
     assert found.status == 0, found.stderr
     assert "answers    SGLang" in found.stdout

@@ -128,8 +128,8 @@ def test_every_algorithm_passes(algorithm):
         (["algorithm=ppo", "algorithm.advantage.gamma=2"], "algorithm.advantage.gamma=2 must be in [0, 1]"),
         (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt=1: grpo compares the answers to one prompt"),
         (
-            ["rollout.engine=sglang"],
-            "rollout.engine=sglang: unknown engine: there is no package workers.rollout.engines.sglang; use",
+            ["rollout.engine=tgi"],
+            "rollout.engine=tgi: unknown engine: there is no package workers.rollout.engines.tgi; use",
         ),
         (["rollout=hf", "rollout.engine=vllm"], "the engine's settings are missing; use rollout=vllm"),
         (["data.train=no.jsonl"], "data.train=no.jsonl: no such file; check the path (relative paths start at "),

@@ -665,8 +665,11 @@ def test_values_with_spaces_and_quoted_values_arrive_as_they_are():
             "algorithm=grop",
             f"algorithm=grop: unknown choice; the nearest is 'grpo', and all choices are {', '.join(PRESETS)}",
         ),
-        ("rollout=sglang", "rollout=sglang: unknown choice; its choices are hf, stored, vllm"),
-        ("rollout=null", "rollout=None: unknown choice; its choices are hf, stored, vllm"),
+        (
+            "rollout=slang",
+            "rollout=slang: unknown choice; the nearest is 'sglang', and all choices are hf, sglang, stored, vllm",
+        ),
+        ("rollout=null", "rollout=None: unknown choice; its choices are hf, sglang, stored, vllm"),
         ("algorithm=[ppo,grpo]", "unknown choice"),
         ("trainer={seed:3}", "'trainer' is a section; set its keys one at a time, as trainer.KEY=VALUE"),
         ("algorithm.loss=3", "must be a mapping, as in algorithm.loss={name:value}"),

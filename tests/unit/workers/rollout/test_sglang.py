@@ -17,7 +17,7 @@ from workers.sync.buckets import join
 from workers.sync.sender import Sender
 
 STAND_INS = Path(__file__).parents[3] / "stand_ins"
-RUN = ["rollout.engine=sglang", "rollout.verify_sync=false"]
+RUN = ["rollout=sglang"]
 PROMPTS = [char_tokenizer()(text)["input_ids"] for text in ("2299907=", "0123456=")]
 
 
