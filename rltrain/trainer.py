@@ -505,10 +505,12 @@ class Trainer:
         first, self.engine_checked = not self.engine_checked, True
         limit = self.config.rollout.max_log_prob_gap
         if first and not gap <= limit:
+            quantization = self.config.rollout.quantization
+            advice = "check model.dtype" if quantization is None else f"{quantization} weights cause a part of the gap"
             raise LogProbError(
                 f"engine and actor disagree by {gap:.3g} nats per token on average, above "
                 f"rollout.max_log_prob_gap={limit:g}: the engine samples from a different distribution than the one "
-                "that is trained; check model.dtype, or raise the limit"
+                f"that is trained; {advice}, or raise the limit"
             )
 
     async def sync_weights(self) -> None:

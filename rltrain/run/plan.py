@@ -437,6 +437,7 @@ def _size(parameters: int) -> str:
 def _answers(config: Config) -> str:
     rollout = config.rollout
     engine = rollout.description.title if rollout.description.generates else f"answers of {rollout.run}"
+    engine += f" with {rollout.quantization} weights" if rollout.quantization else ""
     scored = f"scored by {', '.join(config.reward.names)}" if config.reward.components else "not scored"
     ends = f" or up to {' or '.join(map(repr, rollout.stop))}" if rollout.stop else ""
     return (

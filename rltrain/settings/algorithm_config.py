@@ -461,6 +461,17 @@ class AlgorithmConfig:
         return self.kl_in_reward.kl_coef > 0 or self.kl_loss.kl_loss_coef > 0
 
     @property
+    def allows_other_sampler(self) -> bool:
+        """Whether the loss is right for answers that were not sampled from the actor's distribution.
+
+        Such a loss has importance weights, computes its ratios with the engine's log-probs, rejects answers that the
+        actor would hardly give, or learns only from teachers.
+        """
+        only_teachers = self.distillation.in_loss and self.distillation.alone
+        corrects = self.correction.level is not None or self.rejection.kl_estimator is not None
+        return corrects or self.old_log_probs == "rollout" or only_teachers
+
+    @property
     def refreshes_reference(self) -> bool:
         """Whether the reference model is updated during training.
 

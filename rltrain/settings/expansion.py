@@ -61,7 +61,7 @@ def expand(values: dict[str, Any]) -> None:
     if isinstance(algorithm, dict) and isinstance(algorithm.get("distillation"), dict):
         algorithm["distillation"]["teachers"] = _teachers(algorithm["distillation"].get("teachers"))
     if isinstance(algorithm, dict) and isinstance(trainer, dict):
-        algorithm["correction"] = _correction(algorithm, trainer.get("max_staleness"))
+        algorithm["correction"] = _correction(algorithm, trainer.get("max_staleness"), _quantization(rollout))
     if isinstance(algorithm, dict) and isinstance(rollout, dict):
         _set_overlong_buffer(algorithm.get("reward_shaping"), rollout.get("max_response_length"))
     critic = values.get("critic")
@@ -248,24 +248,32 @@ def _set_critic_warmup(critic: dict[str, Any], estimator: Any, total_steps: Any)
     critic["warmup_steps"] = max(0, min(WARMUP_STEPS, most)) if estimator in PRETRAINED else 0
 
 
-def _correction(algorithm: dict[str, Any], max_staleness: Any) -> Any:
+def _quantization(rollout: Any) -> Any:
+    """Return the value of `rollout.vllm.quantization`, or None if the config has no such section."""
+    vllm = rollout.get("vllm") if isinstance(rollout, dict) else None
+    return vllm.get("quantization") if isinstance(vllm, dict) else None
+
+
+def _correction(algorithm: dict[str, Any], max_staleness: Any, quantization: Any) -> Any:
     """Replace `level: auto` in `algorithm.correction` with `token` or null.
 
-    If `trainer.max_staleness` is above 0, the correction level usually becomes `token`, because the weights that
-    generated an answer can be older than the actor's weights before the update. The correction level becomes null in
-    four cases: answers are never stale, the old log-probs in the loss's ratio are the engine's log-probs,
-    `algorithm.rejection` handles stale answers, or the loss has no policy-loss term because the policy learns only from
-    a distillation term. If the correction level becomes `token`, the importance weights get the upper bound
-    `STALE_UPPER`, unless the config sets a bound.
+    The correction level usually becomes `token` in two cases. If `trainer.max_staleness` is above 0, the weights that
+    generated an answer can be older than the actor's weights before the update. With `rollout.vllm.quantization`, an
+    answer is generated with quantized weights.
+
+    In all other cases, the correction level becomes null. It also becomes null if the old log-probs in the loss's ratio
+    are the engine's log-probs, if `algorithm.rejection` rejects tokens or answers, or if the loss has no policy-loss
+    term because the policy learns only from a distillation term. If the correction level becomes `token`, the
+    importance weights get the upper bound `STALE_UPPER`, unless the config sets a bound.
     """
     correction = algorithm.get("correction")
     if not isinstance(correction, dict) or correction.get("level") != AUTO:
         return correction
-    stale = isinstance(max_staleness, int) and max_staleness > 0
+    differs = quantization is not None or (isinstance(max_staleness, int) and max_staleness > 0)
     rejects = algorithm["rejection"]["kl_estimator"] is not None
     distillation = algorithm["distillation"]
     no_policy_term = distillation["mode"] == "loss" and distillation["outcome_coef"] == 0
-    if not stale or rejects or no_policy_term or algorithm["old_log_probs"] != "actor":
+    if not differs or rejects or no_policy_term or algorithm["old_log_probs"] != "actor":
         return correction | {"level": None}
     unbounded = correction["lower"] is None and correction["upper"] is None
     return correction | {"level": "token"} | ({"upper": STALE_UPPER} if unbounded else {})

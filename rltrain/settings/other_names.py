@@ -159,6 +159,12 @@ NAMES = (
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
         "vllm_tensor_parallel_size",
     ),
+    Name(
+        "rollout.vllm.quantization",
+        "",
+        "actor_rollout_ref.rollout.quantization",
+        hint="rollout.vllm.quantization takes vLLM's names of formats, such as fp8_per_block",
+    ),
     Name("placement.rollout_replicas", "", "", "vllm_num_engines"),
     Name(
         "placement.actor_ranks",

@@ -493,6 +493,8 @@ ENGINE_ARGUMENTS = {
     "weight_transfer_config": "rltrain's weight sync, which sends the trained weights to the engines",
     "worker_extension_cls": "rltrain's weight sync, which sends the trained weights to the engines",
     "distributed_executor_backend": "rollout.vllm.process",
+    "quantization": "rollout.vllm.quantization",
+    "quantization_config": "rollout.vllm.quantization",
     "enable_sleep_mode": "placement.share_ranks",
     "enable_lora": "model.lora and rollout.vllm.adapters",
     "max_loras": "model.lora and rollout.vllm.adapters",
@@ -530,9 +532,16 @@ class VLLMConfig:
         "model's files and merges the adapters into them. separate: vLLM applies the adapters beside the base weights, "
         "so that a weight sync replaces only the adapters."
     )
+    quantization: (
+        Literal["fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only"] | None
+    ) = key(
+        "Format to which vLLM quantizes the weights of its linear layers and experts at each weight sync. Training "
+        "keeps the unquantized weights. int8_per_channel_weight_only quantizes only experts. On CPUs, only "
+        "fp8_per_block has been run; on GPUs, none has been run yet. null: no quantization."
+    )
     arguments: dict[str, Any] = key(
-        "Further engine arguments of vLLM, such as max_num_batched_tokens. fp8 (arguments quantization and "
-        "kv_cache_dtype) has not been run with rltrain.",
+        "Further engine arguments of vLLM, such as max_num_batched_tokens. An fp8 KV cache (kv_cache_dtype) has not "
+        "been run with rltrain.",
         values="mapping from vLLM's names of engine arguments to values",
     )
 
@@ -750,6 +759,11 @@ class RolloutConfig:
         With an environment, a program or tools, a trajectory can have several turns.
         """
         return self.environment is not None or self.agent is not None or bool(self.tools)
+
+    @property
+    def quantization(self) -> str | None:
+        """The format to which the engine quantizes its weights, or None."""
+        return None if self.vllm is None else self.vllm.quantization
 
     @property
     def is_restricted(self) -> bool:
@@ -1029,6 +1043,7 @@ class Config:
         )
         self._require_whole_distribution()
         self._require_use_of_kept_cache()
+        self._require_correction_of_quantization()
         self._require_recorded_experts()
         self._require_plain_layers()
         self._require_transport()
@@ -1095,6 +1110,31 @@ class Config:
             "rollout.keep_kv_cache=true with algorithm.correction.level=null: answers are sampled with keys and values "
             "of several weight versions, so they need importance weights; use algorithm.correction.level=token, or "
             "rollout.keep_kv_cache=false",
+        )
+
+    def _require_correction_of_quantization(self) -> None:
+        """Raise ConfigError if quantized engines cannot work, or if the loss takes their answers for the actor's.
+
+        A quantized engine samples from another distribution than that of the trained weights.
+        """
+        vllm, quantization = self.rollout.vllm, self.rollout.quantization
+        if vllm is None or quantization is None:
+            return
+        start = f"rollout.vllm.quantization={quantization}"
+        require(
+            self.model.dtype == "bfloat16",
+            f"{start} with model.dtype={self.model.dtype}: vLLM quantizes only bfloat16 weights; use "
+            "model.dtype=bfloat16",
+        )
+        require(
+            self.model.lora is None or vllm.adapters == "merged",
+            f"{start} with rollout.vllm.adapters={vllm.adapters}: adapters beside quantized weights have not been "
+            "tested; use rollout.vllm.adapters=merged",
+        )
+        require(
+            self.algorithm.allows_other_sampler,
+            f"{start} with algorithm.correction.level=null: answers are sampled from the distribution of the quantized "
+            "weights, so they need importance weights; use algorithm.correction.level=token",
         )
 
     def _require_plain_layers(self) -> None:

@@ -9,7 +9,7 @@ weights.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from rltrain.base.errors import SyncError
 # Largest accepted difference between the engine's and the trainer's outputs of a layer, relative to the largest
 # absolute output of that layer.
 RELATIVE_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}
+# The same for layers whose weights the engine quantizes. An fp8 number (e4m3) has 3 bits after the leading bit, so each
+# weight has a relative error of up to 1/16.
+QUANTIZED_ERROR = 0.1
 
 
 def checksum(data: Tensor) -> int:
@@ -67,7 +70,14 @@ def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(size, generator=generator).to(dtype).float()
 
 
-def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray], *, version: int, dtype: str) -> None:
+def check_outputs(
+    outputs: Mapping[str, Tensor],
+    probes: Mapping[str, np.ndarray],
+    *,
+    version: int,
+    dtype: str,
+    quantized: Collection[str] = (),
+) -> None:
     """Check that, for the probe vector, the engine's layers give the same outputs as the trainer's weights.
 
     Args:
@@ -77,6 +87,7 @@ def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray
             trainer's weights.
         version: version number of the weights, for the error message.
         dtype: dtype of the engine's weights, which determines the tolerance (see `RELATIVE_ERROR`).
+        quantized: names of tensors that the engine quantizes, whose tolerance is `QUANTIZED_ERROR`.
 
     Raises:
         SyncError: an output of the engine differs from the trainer's by more than the tolerance, or engine and trainer
@@ -91,16 +102,17 @@ def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray
             "checked, because engine and actor do not hold the same tensors; set rollout.verify_sync=false to turn the "
             "check off"
         )
+    limits = {name: QUANTIZED_ERROR if name in quantized else RELATIVE_ERROR[dtype] for name in probes}
     errors = {}
     for name, expected in probes.items():
         want = torch.as_tensor(expected)
         got = outputs[name].detach().float().cpu().flatten()
         scale = float(want.abs().max()) or 1.0
         errors[name] = float((got - want).abs().max()) / scale
-    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
-    if not errors[worst] <= RELATIVE_ERROR[dtype]:
+    worst = max(errors, key=lambda name: errors[name] / limits[name] if errors[name] == errors[name] else float("inf"))
+    if not errors[worst] <= limits[worst]:
         raise SyncError(
             f"weight sync {version}: the engine does not compute with the actor's '{worst}' (relative error "
-            f"{errors[worst]:.2g}, limit {RELATIVE_ERROR[dtype]:g}): the engine still uses weights that differ from "
+            f"{errors[worst]:.2g}, limit {limits[worst]:g}): the engine still uses weights that differ from "
             "the actor's weights"
         )

@@ -290,6 +290,35 @@ def test_stale_answers_have_truncated_importance_weights_unless_something_else_i
     assert correction_of("trainer.max_staleness=1", *overrides) == correction
 
 
+QUANTIZED = ["model.dtype=bfloat16", "rollout.vllm.quantization=fp8_per_block"]
+
+
+def test_answers_of_quantized_engines_have_truncated_importance_weights():
+    assert correction_of(*QUANTIZED) == TIS
+    assert correction_of(*QUANTIZED, "algorithm.old_log_probs=rollout") == OFF
+    assert correction_of(*QUANTIZED, "algorithm.rejection.kl_estimator=k1", "algorithm.rejection.upper=0.1") == OFF
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (QUANTIZED[1:], "with model.dtype=float32: vLLM quantizes only bfloat16 weights; use model.dtype=bfloat16"),
+        (
+            [*QUANTIZED, "algorithm.correction.level=null"],
+            "with algorithm.correction.level=null: answers are sampled from the distribution of the quantized weights",
+        ),
+        (
+            [*QUANTIZED, "model.lora={rank:4}", "rollout.vllm.adapters=separate"],
+            "with rollout.vllm.adapters=separate: adapters beside quantized weights have not been tested",
+        ),
+        ([QUANTIZED[0], "rollout.vllm.quantization=int3"], "unknown choice; use one of fp8_per_tensor, fp8_per_block"),
+        ([QUANTIZED[0], "rollout.vllm.arguments={quantization: fp8}"], "use rollout.vllm.quantization"),
+    ],
+)
+def test_quantized_engines_need_bfloat16_and_a_loss_that_corrects_their_answers(overrides, said):
+    assert said in refusal(*overrides)
+
+
 def test_without_stale_answers_auto_is_off_and_bounds_have_nothing_to_bound():
     assert correction_of() == correction_of("algorithm.correction.level=auto") == OFF
     assert "algorithm.correction.lower=None, upper=5.0 with level=null: " in refusal("algorithm.correction.upper=5")

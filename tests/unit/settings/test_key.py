@@ -71,6 +71,7 @@ CHANGEABLE = {
     "rollout.vllm.gpu_memory_utilization",
     "rollout.vllm.kv_cache_mb",
     "rollout.vllm.process",
+    "rollout.vllm.quantization",
     "rollout.vllm.tensor_parallel_size",
     "trainer.checkpoint_dir",
     "trainer.eval_every",

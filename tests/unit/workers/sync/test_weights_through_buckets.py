@@ -269,6 +269,23 @@ def test_tied_names_are_checked_under_both_names():
         check_outputs(stale, probes, version=1, dtype="float32")
 
 
+def test_quantized_tensors_have_a_larger_tolerance_of_their_own():
+    (bucket,) = sent()
+    probes = bucket.probes()
+    exact = {name: torch.as_tensor(value) for name, value in probes.items()}
+
+    def check(name, factor):
+        changed = exact | {name: exact[name] * factor}
+        check_outputs(changed, probes, version=1, dtype="bfloat16", quantized={"a.weight"})
+
+    check("a.weight", 1.09)
+    check("b.weight", 1.01)
+    with pytest.raises(SyncError, match=r"'a.weight' \(relative error 0.12, limit 0.1\)"):
+        check("a.weight", 1.12)
+    with pytest.raises(SyncError, match=r"'b.weight' \(relative error 0.09, limit 0.02\)"):
+        check("b.weight", 1.09)
+
+
 @pytest.mark.parametrize("change", ["missing", "extra", "nan", "shape"])
 def test_an_engine_that_shows_other_layers_or_nonsense_is_refused(change):
     (bucket,) = sent()

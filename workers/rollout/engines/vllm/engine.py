@@ -112,6 +112,8 @@ def engine_arguments(
     }
     if takes_images(path):
         arguments["skip_tokenizer_init"] = False  # vLLM's processors of images need the tokenizer.
+    if config.vllm.quantization is not None:
+        arguments["quantization"] = config.vllm.quantization
     if options.record_experts:
         arguments["enable_return_routed_experts"] = True
     if options.adapters is not None:
@@ -717,7 +719,11 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
         return kind(config.rollout, path, config.model.dtype, stop_ids, options)
     except (KeyError, ValueError) as error:  # vLLM raises KeyError or ValueError for unknown tensor names.
         reason = one_line(f"{type(error).__name__}: {error}", 300)
+        advice = (
+            "save the model again with save_pretrained, in case vLLM does not know the names of its tensors"
+            if config.rollout.quantization is None
+            else "use rollout.vllm.quantization=null"
+        )
         raise ConfigError(
-            f"model.path={path}: vLLM does not start with this model ({reason}); save the model again with "
-            "save_pretrained, in case vLLM does not know the names of its tensors, or use rollout=hf"
+            f"model.path={path}: vLLM does not start with this model ({reason}); {advice}, or use rollout=hf"
         ) from error

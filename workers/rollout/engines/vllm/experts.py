@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 
 from workers.sync.checks import probe_vector
 
@@ -95,6 +96,10 @@ class ExpertChecks:
         vectors = torch.stack([hidden, probe_vector(len(hidden), dtype)], dim=1).to(down.device)
         outputs = (down.to(dtype).float() @ vectors).cpu()
         self.expected[expert.name], self.received[expert.matrices[DOWN]] = outputs[:, 0], outputs[:, 1]
+
+    def quantized(self) -> set[str]:
+        """Return the names of the experts whose weights vLLM quantizes."""
+        return {one.name for one in self.experts if isinstance(one.layer.quant_method, OnlineMoEMethodBase)}
 
     def probes(self, products: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return `products`, where the expected output of each expert replaces the products of its matrices G and U."""

@@ -30,6 +30,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.conv import ConvLayerBase
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -99,7 +100,12 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         which vLLM knows.
 
         The transfer engine opens no connection to the sender of the weights.
+
+        Raises:
+            ValueError: vLLM cannot compute with the quantized weights of this model.
         """
+        if self.device.type == "cpu":
+            check_quantized_biases(self.model)
         self.reader, self.source = Reader(), skeleton(str(self.model_config.model))
         self.helper = ThreadPoolExecutor(1, thread_name_prefix="weight-checks")
 
@@ -223,7 +229,8 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                     f"be run on its own ({described(error)}); rollout.verify_sync=false turns the check off"
                 ) from error
             probes = self.experts.probes(self.probes)
-            check_outputs(outputs, probes, version=self.version, dtype=self.dtype)
+            quantized = quantized_weights(self.model) | self.experts.quantized()
+            check_outputs(outputs, probes, version=self.version, dtype=self.dtype, quantized=quantized)
             if self.beside:
                 self._check_adapters()
 
@@ -392,12 +399,39 @@ def _named(name: str, kind: str, parts: Sequence[Tensor], fused: dict[str, list[
         parts: The outputs of the parts that vLLM has fused into the layer.
         fused: vLLM's dict from the last part of a fused layer's name to the names of the layers in the checkpoint.
     """
-    parent, _, last = name.removesuffix(adapters.BASE).rpartition(".")
-    names = [f"{parent}.{part}" for part in fused.get(last, [last])]
+    names = _part_names(name, fused)
     # If the checkpoint, like vLLM, stores a fused layer as one tensor, the layer has only one checkpoint name, so the
     # outputs of the layer's parts are concatenated.
     parts = [torch.cat(list(parts))] if len(names) == 1 else parts
     return {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
+
+
+def _part_names(name: str, fused: dict[str, list[str]]) -> list[str]:
+    """Return the checkpoint names of the layers that vLLM has fused into the layer `name`."""
+    parent, _, last = name.removesuffix(adapters.BASE).rpartition(".")
+    return [f"{parent}.{part}" for part in fused.get(last, [last])]
+
+
+def quantized_layers(model: nn.Module) -> list[tuple[str, LinearBase]]:
+    """Return vLLM's names of the linear layers that vLLM quantizes, with the layers."""
+    return [
+        (name, module)
+        for name, module in named_layers(model)
+        if isinstance(module, LinearBase) and isinstance(module.quant_method, OnlineLinearBase)
+    ]
+
+
+def quantized_weights(model: nn.Module) -> set[str]:
+    """Return the checkpoint names of the linear layers' weights that vLLM quantizes."""
+    fused = getattr(model, "packed_modules_mapping", {})
+    return {f"{part}.weight" for name, _ in quantized_layers(model) for part in _part_names(name, fused)}
+
+
+def check_quantized_biases(model: nn.Module) -> None:
+    """Raise ValueError if a quantized layer has a bias, which vLLM's kernels for CPUs cannot add."""
+    for name, layer in quantized_layers(model):
+        if getattr(layer, "bias", None) is not None:
+            raise ValueError(f"on CPUs, vLLM cannot add the bias of the quantized layer {name}")
 
 
 def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> list[Tensor]:
