@@ -106,7 +106,10 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         if self.device.type == "cpu":
             check_quantized_biases(self.model)
-        self.reader, self.source = Reader(), skeleton(str(self.model_config.model))
+        # vLLM runs some models, such as OLMo 2, with transformers' classes, which then need vLLM's config.
+        with set_current_vllm_config(self.vllm_config):
+            self.source = skeleton(str(self.model_config.model))
+        self.reader = Reader()
         self.helper = ThreadPoolExecutor(1, thread_name_prefix="weight-checks")
 
     def start_weight_update(self) -> None:
