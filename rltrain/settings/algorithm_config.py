@@ -198,9 +198,9 @@ class CorrectionConfig:
     level: Literal["token", "sequence", "geometric"] | None = key(
         "Kind of importance weight of a token. token: the actor's probability of the token, divided by the engine's "
         "probability. sequence: the product of the token ratios in the row. geometric: the geometric mean of the token "
-        "ratios in the row. null: no weights. auto: null if trainer.max_staleness is 0, if algorithm.rejection or "
-        "old_log_probs=rollout is used, or if the loss has only a distillation term; otherwise `token`, with an upper "
-        "bound of 2 unless a bound is set.",
+        "ratios in the row. null: no weights. auto: `token`, with an upper bound of 2 unless a bound is set, if "
+        "trainer.max_staleness is above 0 or the engine quantizes its weights; but null if algorithm.rejection or "
+        "old_log_probs=rollout is used, or if the loss has only a distillation term. Otherwise null.",
         values="`token`, `sequence`, `geometric`, `auto` or `null`",
     )
     mode: Literal["truncate", "mask"] = key(
@@ -459,17 +459,6 @@ class AlgorithmConfig:
         The KL penalty and the KL term compare the policy with the reference model.
         """
         return self.kl_in_reward.kl_coef > 0 or self.kl_loss.kl_loss_coef > 0
-
-    @property
-    def allows_other_sampler(self) -> bool:
-        """Whether the loss is right for answers that were not sampled from the actor's distribution.
-
-        Such a loss has importance weights, computes its ratios with the engine's log-probs, rejects answers that the
-        actor would hardly give, or learns only from teachers.
-        """
-        only_teachers = self.distillation.in_loss and self.distillation.alone
-        corrects = self.correction.level is not None or self.rejection.kl_estimator is not None
-        return corrects or self.old_log_probs == "rollout" or only_teachers
 
     @property
     def refreshes_reference(self) -> bool:

@@ -59,6 +59,7 @@ def check_algorithm(config: Config) -> None:
     _check_knobs("loss", algorithm.loss_mode, list(losses), algorithm.loss, config)
     _check_columns(algorithm)
     _check_engine_log_probs(config)
+    _check_quantization(config)
     if needs_critic(algorithm):
         config.require_budget("critic")
     _check_kl(algorithm)
@@ -213,6 +214,27 @@ def _check_engine_log_probs(config: Config) -> None:
         algorithm.old_log_probs == "actor" or not {"old_log_probs", "rollout_log_probs"} <= selector,
         f"algorithm.old_log_probs={algorithm.old_log_probs} with loss_mode={algorithm.loss_mode}: the loss selects "
         "tokens by the ratio of the actor's to the engine's probability, which would always be 1; use "
+        "algorithm.old_log_probs=actor",
+    )
+
+
+def _check_quantization(config: Config) -> None:
+    """Raise ConfigError if the loss takes answers of a quantized engine for answers of the actor.
+
+    A quantized engine samples from another distribution than that of the trained weights.
+    """
+    from rltrain.algorithms import POLICY_LOSSES
+
+    algorithm, quantization = config.algorithm, config.rollout.quantization
+    uses_ratio = POLICY_LOSSES.metadata(algorithm.loss_mode).get("uses_ratio", True)
+    require(
+        quantization is None
+        or algorithm.correction.level is not None
+        or algorithm.rejection.kl_estimator is not None
+        or (algorithm.old_log_probs == "rollout" and uses_ratio)
+        or (algorithm.distillation.in_loss and algorithm.distillation.alone),
+        f"rollout.vllm.quantization={quantization} with algorithm.correction.level=null: answers are sampled from the "
+        "distribution of the quantized weights, so they need importance weights; use algorithm.correction.level=token "
         "algorithm.old_log_probs=actor",
     )
 

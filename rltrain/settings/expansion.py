@@ -249,8 +249,8 @@ def _set_critic_warmup(critic: dict[str, Any], estimator: Any, total_steps: Any)
 
 
 def _quantization(rollout: Any) -> Any:
-    """Return the value of `rollout.vllm.quantization`, or None if the config has no such section."""
-    vllm = rollout.get("vllm") if isinstance(rollout, dict) else None
+    """Return the value of `rollout.vllm.quantization`, or None if the engine is not vLLM."""
+    vllm = rollout.get("vllm") if isinstance(rollout, dict) and rollout.get("engine") == "vllm" else None
     return vllm.get("quantization") if isinstance(vllm, dict) else None
 
 

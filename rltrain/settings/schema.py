@@ -763,7 +763,7 @@ class RolloutConfig:
     @property
     def quantization(self) -> str | None:
         """The format to which the engine quantizes its weights, or None."""
-        return None if self.vllm is None else self.vllm.quantization
+        return None if self.vllm is None or self.engine != "vllm" else self.vllm.quantization
 
     @property
     def is_restricted(self) -> bool:
@@ -1043,7 +1043,7 @@ class Config:
         )
         self._require_whole_distribution()
         self._require_use_of_kept_cache()
-        self._require_correction_of_quantization()
+        self._require_quantizable()
         self._require_recorded_experts()
         self._require_plain_layers()
         self._require_transport()
@@ -1078,6 +1078,7 @@ class Config:
         rejection, squares = algorithm.rejection.kl_estimator, algorithm.squared_log_ratio_coef
         for name, value, used, way in (
             ("trainer.max_staleness", self.trainer.max_staleness, self.trainer.max_staleness > 0, "0"),
+            ("rollout.vllm.quantization", self.rollout.quantization, self.rollout.quantization is not None, "null"),
             ("algorithm.old_log_probs", algorithm.old_log_probs, algorithm.old_log_probs == "rollout", "actor"),
             ("algorithm.correction.level", correction, correction is not None, "null"),
             ("algorithm.rejection.kl_estimator", rejection, rejection is not None, "null"),
@@ -1112,15 +1113,17 @@ class Config:
             "rollout.keep_kv_cache=false",
         )
 
-    def _require_correction_of_quantization(self) -> None:
-        """Raise ConfigError if quantized engines cannot work, or if the loss takes their answers for the actor's.
-
-        A quantized engine samples from another distribution than that of the trained weights.
-        """
-        vllm, quantization = self.rollout.vllm, self.rollout.quantization
-        if vllm is None or quantization is None:
+    def _require_quantizable(self) -> None:
+        """Raise ConfigError if the engine cannot quantize the weights of this run."""
+        vllm, engine = self.rollout.vllm, self.rollout.engine
+        if vllm is None or vllm.quantization is None:
             return
-        start = f"rollout.vllm.quantization={quantization}"
+        start = f"rollout.vllm.quantization={vllm.quantization}"
+        require(
+            engine == "vllm",
+            f"{start} with rollout.engine={engine}: only vLLM quantizes weights; use rollout=vllm, or "
+            "rollout.vllm.quantization=null",
+        )
         require(
             self.model.dtype == "bfloat16",
             f"{start} with model.dtype={self.model.dtype}: vLLM quantizes only bfloat16 weights; use "
@@ -1130,11 +1133,6 @@ class Config:
             self.model.lora is None or vllm.adapters == "merged",
             f"{start} with rollout.vllm.adapters={vllm.adapters}: adapters beside quantized weights have not been "
             "tested; use rollout.vllm.adapters=merged",
-        )
-        require(
-            self.algorithm.allows_other_sampler,
-            f"{start} with algorithm.correction.level=null: answers are sampled from the distribution of the quantized "
-            "weights, so they need importance weights; use algorithm.correction.level=token",
         )
 
     def _require_plain_layers(self) -> None:

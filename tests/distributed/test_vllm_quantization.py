@@ -75,7 +75,13 @@ async def test_wrong_quantized_weights_are_caught(ray_here, model):
             await load(engine, bad)
 
 
-async def test_a_model_whose_quantized_layers_have_biases_is_refused_on_cpus(ray_here, start):
+@pytest.mark.parametrize("process", ["inprocess", "async"])
+async def test_a_model_whose_quantized_layers_have_biases_is_refused_on_cpus(ray_here, start, process):
     message = r"cannot add the bias of the quantized layer .*qkv_proj\); use rollout.vllm.quantization=null"
     with pytest.raises(ConfigError, match=message):
-        await new_engine(start, *FP8)
+        await new_engine(start, *FP8, f"rollout.vllm.process={process}")
+
+
+async def test_a_format_that_quantizes_no_layer_of_the_model_is_refused(ray_here, start):
+    with pytest.raises(ConfigError, match=r"vLLM quantizes no layer of this model\); use rollout.vllm"):
+        await new_engine(start, FP8[0], "rollout.vllm.quantization=int8_per_channel_weight_only")

@@ -92,7 +92,7 @@ def engine_differs(history: History) -> Finding | None:
             f"the log-probs of engine and actor differ by {shown(last_mean(gaps))} nats per token in the last steps, "
             f"above {limit:g}"
         ],
-        ["the engine uses other kernels or another precision than the actor"],
+        ["the engine uses other kernels or another precision than the actor, such as quantized weights"],
         ["check model.dtype, or correct for the log-prob gap (algorithm=tis or algorithm.correction.level=token)"],
     )
 

@@ -112,6 +112,9 @@ def test_every_algorithm_passes(algorithm):
     check(config_of(f"algorithm={algorithm}"))
 
 
+QUANTIZED = ["model.dtype=bfloat16", "rollout.vllm.quantization=fp8_per_block"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -132,6 +135,14 @@ def test_every_algorithm_passes(algorithm):
             "rollout.engine=tgi: unknown engine: there is no package workers.rollout.engines.tgi; use",
         ),
         (["rollout=hf", "rollout.engine=vllm"], "the engine's settings are missing; use rollout=vllm"),
+        (
+            [*QUANTIZED, "algorithm.correction.level=null"],
+            "with algorithm.correction.level=null: answers are sampled from the distribution of the quantized weights",
+        ),
+        (
+            [*QUANTIZED, "algorithm.loss_mode=reinforce", "algorithm.old_log_probs=rollout"],
+            "use algorithm.correction.level=token algorithm.old_log_probs=actor",
+        ),
         (["data.train=no.jsonl"], "data.train=no.jsonl: no such file; check the path (relative paths start at "),
         (["data.val=no.jsonl"], "data.val=no.jsonl: no such file"),
         (["data.train=builtin:mediam"], "unknown built-in task; the nearest is 'builtin:median', and all tasks are"),

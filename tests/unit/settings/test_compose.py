@@ -295,7 +295,9 @@ QUANTIZED = ["model.dtype=bfloat16", "rollout.vllm.quantization=fp8_per_block"]
 
 def test_answers_of_quantized_engines_have_truncated_importance_weights():
     assert correction_of(*QUANTIZED) == TIS
+    assert correction_of(*QUANTIZED, "algorithm=icepop") == correction_of("algorithm=icepop")
     assert correction_of(*QUANTIZED, "algorithm.old_log_probs=rollout") == OFF
+    assert correction_of("rollout=hf") == OFF
     assert correction_of(*QUANTIZED, "algorithm.rejection.kl_estimator=k1", "algorithm.rejection.upper=0.1") == OFF
 
 
@@ -303,10 +305,8 @@ def test_answers_of_quantized_engines_have_truncated_importance_weights():
     ("overrides", "said"),
     [
         (QUANTIZED[1:], "with model.dtype=float32: vLLM quantizes only bfloat16 weights; use model.dtype=bfloat16"),
-        (
-            [*QUANTIZED, "algorithm.correction.level=null"],
-            "with algorithm.correction.level=null: answers are sampled from the distribution of the quantized weights",
-        ),
+        ([*QUANTIZED, "rollout.engine=hf"], "with rollout.engine=hf: only vLLM quantizes weights"),
+        ([*QUANTIZED, "rollout.top_p=0.9"], "rollout.top_p=0.9 with rollout.vllm.quantization=fp8_per_block"),
         (
             [*QUANTIZED, "model.lora={rank:4}", "rollout.vllm.adapters=separate"],
             "with rollout.vllm.adapters=separate: adapters beside quantized weights have not been tested",
@@ -315,7 +315,7 @@ def test_answers_of_quantized_engines_have_truncated_importance_weights():
         ([QUANTIZED[0], "rollout.vllm.arguments={quantization: fp8}"], "use rollout.vllm.quantization"),
     ],
 )
-def test_quantized_engines_need_bfloat16_and_a_loss_that_corrects_their_answers(overrides, said):
+def test_a_run_that_cannot_have_quantized_engines_is_refused(overrides, said):
     assert said in refusal(*overrides)
 
 

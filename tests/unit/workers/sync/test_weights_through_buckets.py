@@ -278,10 +278,10 @@ def test_quantized_tensors_have_a_larger_tolerance_of_their_own():
         changed = exact | {name: exact[name] * factor}
         check_outputs(changed, probes, version=1, dtype="bfloat16", quantized={"a.weight"})
 
-    check("a.weight", 1.09)
+    check("a.weight", 1.19)
     check("b.weight", 1.01)
-    with pytest.raises(SyncError, match=r"'a.weight' \(relative error 0.12, limit 0.1\)"):
-        check("a.weight", 1.12)
+    with pytest.raises(SyncError, match=r"'a.weight' \(relative error 0.22, limit 0.2\)"):
+        check("a.weight", 1.22)
     with pytest.raises(SyncError, match=r"'b.weight' \(relative error 0.09, limit 0.02\)"):
         check("b.weight", 1.09)
 

@@ -42,8 +42,8 @@ def check(config: "Config") -> None:
     )
     require(
         not rollout.verify_sync,
-        f"{start} with rollout.verify_sync=true: the engine cannot check that SGLang computes with new weights; set "
-        "rollout.verify_sync=false to train without the check, or use rollout=vllm",
+        f"{start} with rollout.verify_sync=true: the engine cannot check that SGLang computes with new weights; use "
+        "rollout=sglang, which sets rollout.verify_sync=false, or use rollout=vllm",
     )
     require(
         not rollout.is_restricted,

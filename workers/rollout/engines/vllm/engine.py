@@ -304,6 +304,8 @@ class InProcessVLLM:
         self.sleep_level = options.sleep_level if torch.cuda.is_available() else 0
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
         self.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+        if config.quantization is not None:
+            check_quantization(self.engine.collective_rpc("rltrain_quantization_problem"))
         self.config, self.stop_ids, self.version, self.loads = config, list(stop_ids), 0, 0
         self.strings = stop_strings(config.stop, path)
         self.requests: dict[str, Request] = {}  # Unfinished requests by vLLM's request id.
@@ -502,6 +504,8 @@ class AsyncVLLM:
         # shared files are never removed by vLLM, and none are removed if vLLM's processes are killed.
         pids = [process.pid for process in psutil.Process().children(recursive=True)]
         leftovers.remove(leftovers.shared_files([os.getpid(), *pids]))
+        if config.quantization is not None:
+            check_quantization(self._run(self.engine.collective_rpc("rltrain_quantization_problem")))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -683,6 +687,12 @@ def sleep_level(config: Config) -> int:
     weight sync sends only the adapters.
     """
     return 0 if not config.takes_turns else TO_HOST if config.model.lora else DROPPED
+
+
+def check_quantization(problems: Sequence[str]) -> None:
+    """Raise ValueError if a process of vLLM reports that it cannot generate with quantized weights."""
+    for problem in filter(None, problems):
+        raise ValueError(problem)
 
 
 def _name(request: Request) -> str:

@@ -50,6 +50,7 @@ from workers.sync.memory import Reader
 BACKEND = "rltrain"
 # Layers of vision encoders that compute with their weights as they are stored, without another memory layout.
 PLAIN = (nn.Embedding, ConvLayerBase)
+SCALE = "weight_scale"  # End of the names that vLLM gives to the scales of quantized experts, which no checkpoint has.
 EMBEDDING_ROWS = 2048  # Number of rows per lookup when the weights of an embedding are checked.
 
 
@@ -100,12 +101,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         which vLLM knows.
 
         The transfer engine opens no connection to the sender of the weights.
-
-        Raises:
-            ValueError: vLLM cannot compute with the quantized weights of this model.
         """
-        if self.device.type == "cpu":
-            check_quantized_biases(self.model)
         # vLLM runs some models, such as OLMo 2, with transformers' classes, which then need vLLM's config.
         with set_current_vllm_config(self.vllm_config):
             self.source = skeleton(str(self.model_config.model))
@@ -305,6 +301,10 @@ class WorkerExtension:
         """Discard an interrupted weight update, because vLLM starts no update while another update is active."""
         self._weight_update_active = False
 
+    def rltrain_quantization_problem(self) -> str:
+        """Return why vLLM cannot generate with quantized weights of this model; "" if it can."""
+        return quantization_problem(self.weight_transfer_engine.model)
+
     def rltrain_adapt(self) -> None:
         """Replace this rank's adapters by the adapters of the last weight sync."""
         self.weight_transfer_engine.adapt()
@@ -357,7 +357,7 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
             outputs |= {
                 f"{name}.{n}": probe(p)
                 for n, p in module.named_parameters(recurse=False)
-                if p.ndim == 1 or (matrices and p.ndim > 1)
+                if (p.ndim == 1 and not n.endswith(SCALE)) or (matrices and p.ndim > 1)
             }
     return outputs
 
@@ -430,11 +430,15 @@ def quantized_weights(model: nn.Module) -> set[str]:
     return {f"{part}.weight" for name, _ in quantized_layers(model) for part in _part_names(name, fused)}
 
 
-def check_quantized_biases(model: nn.Module) -> None:
-    """Raise ValueError if a quantized layer has a bias, which vLLM's kernels for CPUs cannot add."""
-    for name, layer in quantized_layers(model):
-        if getattr(layer, "bias", None) is not None:
-            raise ValueError(f"on CPUs, vLLM cannot add the bias of the quantized layer {name}")
+def quantization_problem(model: nn.Module) -> str:
+    """Return why vLLM cannot generate with the quantized weights of a model; "" if it can."""
+    layers = quantized_layers(model)
+    if not layers and not ExpertChecks(model).quantized():
+        return "vLLM quantizes no layer of this model"
+    biased = [name for name, layer in layers if getattr(layer, "bias", None) is not None]
+    if biased and next(model.parameters()).device.type == "cpu":
+        return f"on CPUs, vLLM cannot add the bias of the quantized layer {biased[0]}"
+    return ""
 
 
 def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> list[Tensor]:
