@@ -57,6 +57,8 @@ ROOM_POLL_S = 5.0  # interval in seconds at which the driver looks for a machine
 # Minimum timeout of collective operations in seconds. If several ranks run, the timeout is at least twice
 # `trainer.hang_timeout_s`, so a hanging rank is detected before a collective operation times out.
 COLLECTIVE_TIMEOUT_S = 600.0
+# Environment variables with settings of PyTorch's allocator. The second is the older name of the first.
+ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 # Environment variables that keep other machines from connecting to the workers' sockets in a run on a single machine.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
@@ -523,6 +525,8 @@ def spawner(
         environment |= config.rollout.description.environment
     if not has_gpus:
         environment["TORCHDYNAMO_DISABLE"] = "1"
+    elif not concurrent:
+        environment |= allocator_settings(config)
     threads = config.placement.threads_per_worker
     if local:
         environment |= LOOPBACK | openmp_settings(threads or max(1, cpu_cores() // beside))
@@ -548,6 +552,18 @@ def spawner(
         return RayProcess(host, label, liveness)
 
     return spawn
+
+
+def allocator_settings(config: Config) -> dict[str, str]:
+    """Return the environment variables of PyTorch's allocator for a training rank with GPUs.
+
+    The micro-batches of a step differ in size, which fragments GPU memory. Expandable segments of memory avoid that.
+    They are left out if engines map the memory of the ranks (`device_handles`), which has not been tried together, and
+    if `placement.env_vars` already has settings of the allocator.
+    """
+    own = ALLOCATOR & config.placement.env_vars.keys()
+    mapped = config.rollout.weight_transport == "device_handles"
+    return {} if own or mapped else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 async def room_for(resources: Mapping[str, float], liveness: Liveness) -> None:

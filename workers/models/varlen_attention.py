@@ -1,8 +1,9 @@
 """Kernels that compute causal attention within the segments of a pack.
 
-The kernel of flash-attn is used if the package flash-attn is installed, otherwise the kernel of torch. The kernels of
-flash-attn and torch need 16-bit dtypes, and a GPU of compute capability 8.0 or higher. If no kernel is usable,
-`workers.models.attention_batches` computes attention in batches of segments of similar length.
+On Hopper GPUs, the kernel of FlashAttention 3 is used if its module `flash_attn_interface` is installed. Otherwise the
+kernel of the package flash-attn is used if it is installed, and otherwise the kernel of torch. All kernels need 16-bit
+dtypes, and a GPU of compute capability 8.0 or higher. If no kernel is usable, `workers.models.attention_batches`
+computes attention in batches of segments of similar length.
 """
 
 import functools
@@ -17,6 +18,7 @@ from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
 WIDEST, STEP = 256, 8  # the kernels need a head width that is a multiple of STEP and at most WIDEST
+OLDEST, HOPPER = (8, 0), (9, 0)  # Compute capabilities: the lowest that all kernels need, and that of Hopper GPUs.
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,16 @@ def kernel_for(query: Tensor, value: Tensor) -> Kernel | None:
     width = query.size(-1)
     if query.device.type != "cuda" or query.dtype not in HALF or value.size(-1) != width:
         return None
-    return kernel() if width <= WIDEST and width % STEP == 0 and _is_new(query.device) else None
+    return kernel(_capability(query.device)) if width <= WIDEST and width % STEP == 0 else None
 
 
 @functools.cache
-def kernel() -> Kernel | None:
-    """Return the attention kernel that is installed in this environment, or None if no kernel is installed."""
-    for module, make in (("flash_attn", of_flash_attn), ("torch.nn.attention.varlen", of_torch)):
+def kernel(capability: tuple[int, int]) -> Kernel | None:
+    """Return the fastest installed attention kernel for GPUs of a compute capability, or None if there is none."""
+    if capability < OLDEST:
+        return None
+    third = [("flash_attn_interface", of_flash_attn)] if capability == HOPPER else []
+    for module, make in (*third, ("flash_attn", of_flash_attn), ("torch.nn.attention.varlen", of_torch)):
         try:
             return make(importlib.import_module(module))
         except (ImportError, AttributeError, NotImplementedError):
@@ -68,14 +73,16 @@ def kernel() -> Kernel | None:
 
 
 def of_flash_attn(module: Any) -> Kernel:
-    """Wrap the attention kernel of flash-attn version 2, which accepts fewer key heads than query heads."""
+    """Wrap the attention kernel of FlashAttention 2 or 3, which accepts fewer key heads than query heads."""
     function = module.flash_attn_varlen_func
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None, window: int | None
     ) -> Tensor:
         options = {"softmax_scale": scale, "causal": True, "window_size": _near(window)}
-        output: Tensor = function(query, key, value, *_arguments(bounds), **options)
+        found = function(query, key, value, *_arguments(bounds), **options)
+        # Early versions of FlashAttention 3 also return the log-sum-exp of the scores.
+        output: Tensor = found[0] if isinstance(found, tuple) else found
         return output
 
     return attend
@@ -119,5 +126,5 @@ def _near(window: int | None) -> tuple[int, int]:
 
 
 @functools.cache
-def _is_new(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

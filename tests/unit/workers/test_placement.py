@@ -55,6 +55,23 @@ def test_only_engines_get_the_environment_variables_of_their_description(made):
     assert ["VLLM_CPU_OMP_THREADS_BIND" in environment for _, environment in made] == [False, True, False]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "expected"),
+    [
+        ([], 2, "expandable_segments:True"),
+        ([], 0, None),
+        (["rollout.weight_transport=device_handles", "placement=colocated"], 2, None),
+        (["placement.env_vars={PYTORCH_CUDA_ALLOC_CONF: 'max_split_size_mb:512'}"], 2, None),
+    ],
+)
+def test_training_ranks_on_gpus_allocate_expandable_segments(made, monkeypatch, overrides, gpus, expected):
+    monkeypatch.setattr(placement, "_has_gpus", lambda: gpus > 0)
+    config, _ = compose(overrides)
+    for name in ("training rank", placement.REPLICA, placement.ENVIRONMENT):
+        placement.spawner(config, name, 1)(0)
+    assert [environment.get("PYTORCH_ALLOC_CONF") for _, environment in made] == [expected, None, None]
+
+
 @pytest.mark.parametrize(("setting", "threads"), [("3", 3), ("null", 2)])
 async def test_without_ray_the_one_process_has_the_threads_asked_for_or_keeps_its_own(
     monkeypatch, start, tasks, setting, threads

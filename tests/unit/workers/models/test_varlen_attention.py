@@ -4,6 +4,7 @@ A slow function that runs on the CPU and has the kernel's signature replaces the
 """
 
 import itertools
+import sys
 import types
 
 import pytest
@@ -121,17 +122,48 @@ def on(device, dtype, width):
      ("cuda", torch.float32, 64, False), ("cuda", torch.bfloat16, 288, False), ("cuda", torch.bfloat16, 60, False)],
 )  # fmt: skip
 def test_only_what_the_kernels_take_goes_to_them(device, dtype, width, fits, monkeypatch):
-    monkeypatch.setattr(varlen_attention, "kernel", lambda: slow)
-    monkeypatch.setattr(varlen_attention, "_is_new", lambda device: True)
+    monkeypatch.setattr(varlen_attention, "kernel", lambda capability: slow)
+    monkeypatch.setattr(varlen_attention, "_capability", lambda device: (8, 0))
     heads = on(device, dtype, width)
     assert (varlen_attention.kernel_for(heads, heads) is slow) is fits
     assert varlen_attention.kernel_for(heads, on(device, dtype, width + 8)) is None
-    monkeypatch.setattr(varlen_attention, "_is_new", lambda device: False)
-    assert varlen_attention.kernel_for(heads, heads) is None
 
 
-def test_this_torchs_own_kernel_has_the_signature_that_is_used():
-    assert varlen_attention.kernel() is not None
+@pytest.fixture
+def fresh_kernels():
+    """Forget which kernels were found, before and after a test."""
+    varlen_attention.kernel.cache_clear()
+    yield
+    varlen_attention.kernel.cache_clear()
+
+
+def test_this_torchs_own_kernel_has_the_signature_that_is_used(fresh_kernels):
+    assert varlen_attention.kernel((8, 0)) is not None
+    assert varlen_attention.kernel((7, 5)) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "used"),
+    [((9, 0), ("flash_attn_interface", "flash_attn"), "flash_attn_interface"), ((9, 0), ("flash_attn",), "flash_attn"),
+     ((8, 0), ("flash_attn_interface", "flash_attn"), "flash_attn"), ((10, 0), ("flash_attn_interface",), None)],
+)  # fmt: skip
+def test_only_hopper_gpus_use_flash_attention_3(capability, installed, used, monkeypatch, fresh_kernels):
+    calls = []
+    for name in installed:
+
+        def attend(q, *args, name=name, **kwargs):
+            calls.append(name)
+            return q, None
+
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(flash_attn_varlen_func=attend))
+    monkeypatch.setattr(varlen_attention, "of_torch", lambda module: None)
+    found, query = varlen_attention.kernel(capability), torch.ones(2, 1, 8)
+    if used is None:
+        assert found is None
+        return
+    offsets = torch.tensor([0, 2], dtype=torch.int32)
+    assert found(query, query, query, varlen_attention.Bounds(offsets, offsets, 2, 2), None, None) is query
+    assert calls == [used]
 
 
 def test_a_torch_that_is_too_old_has_no_kernel():
