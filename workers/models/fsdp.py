@@ -22,6 +22,7 @@ from workers.models.device_meshes import Meshes, device_meshes
 from workers.models.expert_parallel import divide_experts
 from workers.models.sequence_parallel import sequence_group
 from workers.models.tensor_parallel import divide_layers
+from workers.models.varlen_attention import GPU, resolved_kernel
 from workers.models.weight_shards import local_shard
 
 
@@ -149,6 +150,8 @@ def prepare(layer: nn.Module, config: ModelConfig) -> None:
     function.
     """
     if config.compile:
+        if device().type == GPU:
+            resolved_kernel(device())
         torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
         layer.forward = torch.compile(layer.forward, dynamic=True)
     if config.activation_checkpointing:

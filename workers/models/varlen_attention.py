@@ -6,7 +6,6 @@ dtypes, and a GPU of compute capability 8.0 or higher. If no kernel is usable, `
 computes attention in batches of segments of similar length.
 """
 
-import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -41,10 +40,12 @@ class Bounds:
     most_keys: int
 
 
+GPU = "cuda"  # Type of the devices for which there are kernels.
 # Arguments of an attention kernel: queries (N, H, D), keys (M, K, D), values (M, K, D), bounds of the segments, the
 # scale or None, and the maximum number of keys to which a query attends or None. Result of an attention kernel:
 # attention output (N, H, D).
 Kernel = Callable[[Tensor, Tensor, Tensor, Bounds, float | None, int | None], Tensor]
+_resolved: dict[torch.device, Kernel | None] = {}  # For each GPU, the kernel that was found.
 
 
 def kernel_for(query: Tensor, value: Tensor) -> Kernel | None:
@@ -53,12 +54,22 @@ def kernel_for(query: Tensor, value: Tensor) -> Kernel | None:
     `query` has the shape (N, H, D), with H query heads, and `value` has the shape (N, K, D), with K key heads.
     """
     width = query.size(-1)
-    if query.device.type != "cuda" or query.dtype not in HALF or value.size(-1) != width:
+    if query.device.type != GPU or query.dtype not in HALF or value.size(-1) != width:
         return None
-    return kernel(_capability(query.device)) if width <= WIDEST and width % STEP == 0 else None
+    return resolved_kernel(query.device) if width <= WIDEST and width % STEP == 0 else None
 
 
-@functools.cache
+def resolved_kernel(device: torch.device) -> Kernel | None:
+    """Return the attention kernel for a GPU, or None if no kernel is usable.
+
+    The first call for a GPU imports the kernel. torch.compile cannot trace an import without a graph break, so it must
+    be made before a compiled layer runs.
+    """
+    if device not in _resolved:
+        _resolved[device] = kernel(torch.cuda.get_device_capability(device))
+    return _resolved[device]
+
+
 def kernel(capability: tuple[int, int]) -> Kernel | None:
     """Return the fastest installed attention kernel for GPUs of a compute capability, or None if there is none."""
     if capability < OLDEST:
@@ -123,8 +134,3 @@ def _arguments(bounds: Bounds) -> tuple[Tensor, Tensor, int, int]:
 def _near(window: int | None) -> tuple[int, int]:
     """Return how many keys before and after its own key a query attends to; -1 for no maximum."""
     return (-1 if window is None else window - 1), 0
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)

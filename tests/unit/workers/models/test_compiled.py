@@ -4,7 +4,9 @@ A fake kernel that runs on the CPU replaces the attention kernel.
 """
 
 import functools
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.settings.compose import compose
+from workers.models import fsdp, varlen_attention
 from workers.models.fsdp import prepare
 from workers.models.packed_forward import PACKED, pack, policy_output
 
@@ -93,6 +96,35 @@ def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing,
     assert counter.frame_count > 0
     if kernel:
         assert counter.frame_count <= 4, "with the kernel, a layer is one graph for each kind of pack"
+
+
+# the compiler reads `.grad` of a tensor that is not a leaf, which causes the ignored warning
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_layer_that_finds_its_kernel_itself_is_compiled_without_a_graph_break(monkeypatch):
+    """On GPUs, a layer finds its attention kernel with `kernel_for`. The test lets `kernel_for` take CPU tensors."""
+    calls = []
+
+    def varlen(q, k, v, query_offsets, key_offsets, most_queries, most_keys, **options):
+        calls.append(options)
+        return attend(q, k, v, query_offsets, most_queries)
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=varlen))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for name, value in (("GPU", "cpu"), ("HALF", (torch.float32,)), ("_resolved", {})):
+        monkeypatch.setattr(varlen_attention, name, value)
+    monkeypatch.setattr(fsdp, "GPU", "cpu")
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), attn_implementation=PACKED)
+    config = replace(compose([])[0].model, compile=True, activation_checkpointing=False)
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    with torch._dynamo.config.patch(disable=False):
+        for layer in model.model.layers:
+            prepare(layer, config)
+        gradients(model, of_lengths([5, 6]))
+    assert calls, "the layers must use the kernel"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_attention_batches_are_made_once_for_all_layers_of_a_sharded_model():

@@ -122,22 +122,23 @@ def on(device, dtype, width):
      ("cuda", torch.float32, 64, False), ("cuda", torch.bfloat16, 288, False), ("cuda", torch.bfloat16, 60, False)],
 )  # fmt: skip
 def test_only_what_the_kernels_take_goes_to_them(device, dtype, width, fits, monkeypatch):
-    monkeypatch.setattr(varlen_attention, "kernel", lambda capability: slow)
-    monkeypatch.setattr(varlen_attention, "_capability", lambda device: (8, 0))
+    monkeypatch.setattr(varlen_attention, "resolved_kernel", lambda device: slow)
     heads = on(device, dtype, width)
     assert (varlen_attention.kernel_for(heads, heads) is slow) is fits
     assert varlen_attention.kernel_for(heads, on(device, dtype, width + 8)) is None
 
 
-@pytest.fixture
-def fresh_kernels():
-    """Forget which kernels were found, before and after a test."""
-    varlen_attention.kernel.cache_clear()
-    yield
-    varlen_attention.kernel.cache_clear()
+def test_a_kernel_is_imported_only_once_for_a_gpu(monkeypatch):
+    made = []
+    monkeypatch.setattr(varlen_attention, "_resolved", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
+    monkeypatch.setattr(varlen_attention, "kernel", lambda capability: made.append(capability) or slow)
+    for index in (0, 1, 0):
+        assert varlen_attention.resolved_kernel(torch.device("cuda", index)) is slow
+    assert made == [(9, 0), (9, 1)]
 
 
-def test_this_torchs_own_kernel_has_the_signature_that_is_used(fresh_kernels):
+def test_this_torchs_own_kernel_has_the_signature_that_is_used():
     assert varlen_attention.kernel((8, 0)) is not None
     assert varlen_attention.kernel((7, 5)) is None
 
@@ -147,7 +148,7 @@ def test_this_torchs_own_kernel_has_the_signature_that_is_used(fresh_kernels):
     [((9, 0), ("flash_attn_interface", "flash_attn"), "flash_attn_interface"), ((9, 0), ("flash_attn",), "flash_attn"),
      ((8, 0), ("flash_attn_interface", "flash_attn"), "flash_attn"), ((10, 0), ("flash_attn_interface",), None)],
 )  # fmt: skip
-def test_only_hopper_gpus_use_flash_attention_3(capability, installed, used, monkeypatch, fresh_kernels):
+def test_only_hopper_gpus_use_flash_attention_3(capability, installed, used, monkeypatch):
     calls = []
     for name in installed:
 
