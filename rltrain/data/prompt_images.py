@@ -9,9 +9,9 @@ column come before the text of the first user message.
 An image is the path of a file, a `data:` URI, the bytes of an image file, or a dict with `bytes` or `path` as in data
 sets of the Hugging Face hub.
 
-Language models see an image as a fixed number of tokens. A chat template writes one placeholder token for each image.
-The model's processor replaces the placeholder by the tokens of the image; how many there are can depend on the image's
-width and height. `short ids` are the token ids of a prompt before this replacement.
+A language model sees an image as a sequence of tokens. A chat template writes one placeholder token for each image. The
+model's processor replaces the placeholder by the tokens of the image, whose number can depend on the image's width and
+height. `short ids` are the token ids of a prompt before this replacement.
 """
 
 import base64

@@ -131,14 +131,12 @@ class PromptSet(Sequence[Prompt]):
         # Indexing a `range` object converts a negative index to a positive index, and raises IndexError for an index
         # out of range.
         index = range(len(self))[index]
-        ids = self._short_ids(index)
+        ids, images = self._short_ids(index), None
         row = self._rows.row(self._kept[index])
         text, values = self._form.shown(row)
         chat = text if isinstance(text, list) else None
-        images = self._shown_images(index, ids, values) if values else None
-        if images is not None:
-            assert self._placeholders is not None, "only models that take images have prompts with images"
-            ids, _ = self._placeholders.replaced(ids, self._infos(index))
+        if values:
+            ids, images = self._with_images(index, ids, values)
         if not isinstance(text, str) or any(token in text for token in self._left_out):
             text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         supervised = None if self.supervised is None else self.supervised.ids(index)
@@ -149,8 +147,11 @@ class PromptSet(Sequence[Prompt]):
         flat = self._images[self._image_ends[index] : self._image_ends[index + 1]]
         return [ImageInfo(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
 
-    def _shown_images(self, index: int, short_ids: list[int], values: Sequence[Any]) -> PromptImages:
-        """Read the images of a prompt again, and check that they are the images with which the run began."""
+    def _with_images(self, index: int, short_ids: list[int], values: Sequence[Any]) -> tuple[list[int], PromptImages]:
+        """Return the token ids of a prompt with those of its images, and the images.
+
+        The files of the images are read again, and must be those with which the run began.
+        """
         assert self._placeholders is not None, "only models that take images have prompts with images"
         known, place = self._infos(index), self._rows.place(self._kept[index])
         try:
@@ -162,10 +163,9 @@ class PromptSet(Sequence[Prompt]):
             found == [image.number for image in known],
             f"{place}: an image has changed since the run began; restore the image",
         )
-        _, numbers = self._placeholders.replaced(short_ids, known)
-        return PromptImages(
-            tuple((image.number, file) for image, file in zip(known, files, strict=True)), short_ids, numbers
-        )
+        ids, numbers = self._placeholders.replaced(short_ids, known)
+        numbered = tuple((image.number, file) for image, file in zip(known, files, strict=True))
+        return ids, PromptImages(numbered, short_ids, numbers)
 
     @property
     def shows_images(self) -> bool:
