@@ -29,7 +29,7 @@ from workers.cluster.processes import LocalProcess, Pending, RayProcess, Role, W
 from workers.cluster.ray_connection import connected_daemons
 from workers.cluster.ray_daemons import Daemons
 from workers.cluster.reservation import Reservation
-from workers.cluster.worker_process import Host
+from workers.cluster.worker_process import ALLOCATOR, Host
 from workers.environments.messages import Environments
 from workers.environments.pool import EnvironmentPool, EnvironmentReplica
 from workers.environments.worker import EnvironmentWorker
@@ -57,8 +57,6 @@ ROOM_POLL_S = 5.0  # interval in seconds at which the driver looks for a machine
 # Minimum timeout of collective operations in seconds. If several ranks run, the timeout is at least twice
 # `trainer.hang_timeout_s`, so a hanging rank is detected before a collective operation times out.
 COLLECTIVE_TIMEOUT_S = 600.0
-# Environment variables with settings of PyTorch's allocator. The second is the older name of the first.
-ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 # Environment variables that keep other machines from connecting to the workers' sockets in a run on a single machine.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
@@ -558,12 +556,11 @@ def allocator_settings(config: Config) -> dict[str, str]:
     """Return the environment variables of PyTorch's allocator for a training rank with GPUs.
 
     The micro-batches of a step differ in size, which fragments GPU memory. Expandable segments of memory avoid that.
-    They are left out if engines map the memory of the ranks (`device_handles`), which has not been tried together, and
-    if `placement.env_vars` already has settings of the allocator.
+    They are not used with `device_handles`, where engines map the memory of the ranks: the two have not been tried
+    together.
     """
-    own = ALLOCATOR & config.placement.env_vars.keys()
     mapped = config.rollout.weight_transport == "device_handles"
-    return {} if own or mapped else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return {} if mapped else {ALLOCATOR: "expandable_segments:True"}
 
 
 async def room_for(resources: Mapping[str, float], liveness: Liveness) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 OFFLINE = "HF_HUB_OFFLINE"  # Environment variable that keeps huggingface_hub from using the network.
+ALLOCATOR = "PYTORCH_ALLOC_CONF"  # Environment variable with settings of PyTorch's allocator of GPU memory.
+OLDER_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}  # Older names of the same variable.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # Option numbers of the C function mallopt.
 
 
@@ -78,6 +80,9 @@ class Host:
         self, environment: dict[str, str], *, verbose: bool = False, sharing: node_settings.Sharing | None = None
     ) -> None:
         self.offline = os.environ.get(OFFLINE)
+        if OLDER_ALLOCATOR & os.environ.keys() or ALLOCATOR in os.environ:
+            # The user's settings of PyTorch's allocator, from `placement.env_vars` or from this machine, are kept.
+            environment = {name: value for name, value in environment.items() if name != ALLOCATOR}
         os.environ.update(environment | ({} if sharing is None else node_settings.settings_here(sharing)))
         if sharing is not None:
             # `settings_here` divides the cores of the node among its processes, so it must run before this process is

@@ -151,7 +151,7 @@ def prepare(layer: nn.Module, config: ModelConfig) -> None:
     """
     if config.compile:
         if device().type == GPU:
-            resolved_kernel(device())
+            resolved_kernel(device())  # Imports the attention kernel; an import inside a traced layer breaks its graph.
         torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
         layer.forward = torch.compile(layer.forward, dynamic=True)
     if config.activation_checkpointing:

@@ -8,12 +8,15 @@ computes attention in batches of segments of similar length.
 
 import importlib
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 HALF = (torch.bfloat16, torch.float16)
 WIDEST, STEP = 256, 8  # the kernels need a head width that is a multiple of STEP and at most WIDEST
@@ -62,8 +65,8 @@ def kernel_for(query: Tensor, value: Tensor) -> Kernel | None:
 def resolved_kernel(device: torch.device) -> Kernel | None:
     """Return the attention kernel for a GPU, or None if no kernel is usable.
 
-    The first call for a GPU imports the kernel. torch.compile cannot trace an import without a graph break, so it must
-    be made before a compiled layer runs.
+    The first call for a GPU imports the kernel. torch.compile cannot trace an import without a graph break, so call
+    this function once before a compiled layer runs.
     """
     if device not in _resolved:
         _resolved[device] = kernel(torch.cuda.get_device_capability(device))
@@ -77,9 +80,13 @@ def kernel(capability: tuple[int, int]) -> Kernel | None:
     third = [("flash_attn_interface", of_flash_attn)] if capability == HOPPER else []
     for module, make in (*third, ("flash_attn", of_flash_attn), ("torch.nn.attention.varlen", of_torch)):
         try:
-            return make(importlib.import_module(module))
+            found = make(importlib.import_module(module))
         except (ImportError, AttributeError, NotImplementedError):
             continue
+        except (OSError, RuntimeError) as error:  # A kernel that was built for another version of torch does not load.
+            logger.warning("the attention kernel of %s does not load (%s); another kernel is used", module, error)
+            continue
+        return found
     return None
 
 

@@ -58,14 +58,13 @@ def test_only_engines_get_the_environment_variables_of_their_description(made):
 @pytest.mark.parametrize(
     ("overrides", "gpus", "expected"),
     [
-        ([], 2, "expandable_segments:True"),
-        ([], 0, None),
-        (["rollout.weight_transport=device_handles", "placement=colocated"], 2, None),
-        (["placement.env_vars={PYTORCH_CUDA_ALLOC_CONF: 'max_split_size_mb:512'}"], 2, None),
+        ([], True, "expandable_segments:True"),
+        ([], False, None),
+        (["rollout.weight_transport=device_handles", "placement=colocated"], True, None),
     ],
 )
 def test_training_ranks_on_gpus_allocate_expandable_segments(made, monkeypatch, overrides, gpus, expected):
-    monkeypatch.setattr(placement, "_has_gpus", lambda: gpus > 0)
+    monkeypatch.setattr(placement, "_has_gpus", lambda: gpus)
     config, _ = compose(overrides)
     for name in ("training rank", placement.REPLICA, placement.ENVIRONMENT):
         placement.spawner(config, name, 1)(0)

@@ -10,7 +10,7 @@ from huggingface_hub import constants
 from rltrain.base.errors import ConfigError
 from rltrain.data import hub as hub_module
 from tests.hub_server import Hub
-from workers.cluster.worker_process import Host
+from workers.cluster.worker_process import ALLOCATOR, OLDER_ALLOCATOR, Host
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # environment variables that every worker process sets for its libraries
 
@@ -45,6 +45,17 @@ def test_a_process_downloads_nothing_where_the_user_has_turned_the_network_off(p
     host = Host(OFFLINE, verbose=True)
     with pytest.raises(ConfigError, match=f"^{pinned} on {socket.gethostname()}: no such directory, and .* forbids a"):
         host.model_directory(pinned)
+
+
+@pytest.mark.parametrize("name", [ALLOCATOR, *sorted(OLDER_ALLOCATOR)])
+def test_settings_of_the_allocator_that_the_user_has_made_are_kept(name, monkeypatch):
+    monkeypatch.setattr(os, "environ", {other: value for other, value in os.environ.items() if "ALLOC" not in other})
+    Host({ALLOCATOR: "expandable_segments:True"}, verbose=True)
+    assert os.environ[ALLOCATOR] == "expandable_segments:True"
+    del os.environ[ALLOCATOR]
+    os.environ[name] = "max_split_size_mb:512"
+    Host({ALLOCATOR: "expandable_segments:True"}, verbose=True)
+    assert {key: value for key, value in os.environ.items() if "ALLOC" in key} == {name: "max_split_size_mb:512"}
 
 
 def test_a_directory_is_itself():

@@ -114,6 +114,7 @@ def test_a_layer_that_finds_its_kernel_itself_is_compiled_without_a_graph_break(
     for name, value in (("GPU", "cpu"), ("HALF", (torch.float32,)), ("_resolved", {})):
         monkeypatch.setattr(varlen_attention, name, value)
     monkeypatch.setattr(fsdp, "GPU", "cpu")
+    monkeypatch.setattr(fsdp, "device", lambda: torch.device("cpu"))
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), attn_implementation=PACKED)
     config = replace(compose([])[0].model, compile=True, activation_checkpointing=False)
     torch._dynamo.utils.counters.clear()

@@ -150,11 +150,14 @@ def test_this_torchs_own_kernel_has_the_signature_that_is_used():
 )  # fmt: skip
 def test_only_hopper_gpus_use_flash_attention_3(capability, installed, used, monkeypatch):
     calls = []
+    for name in ("flash_attn_interface", "flash_attn"):
+        monkeypatch.setitem(sys.modules, name, None)  # An import of the module fails.
     for name in installed:
 
-        def attend(q, *args, name=name, **kwargs):
+        def attend(q, *args, name=name, **options):
+            assert options == {"softmax_scale": 0.1, "causal": True, "window_size": (3, 0)}
             calls.append(name)
-            return q, None
+            return (q, None) if name == "flash_attn_interface" else q
 
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(flash_attn_varlen_func=attend))
     monkeypatch.setattr(varlen_attention, "of_torch", lambda module: None)
@@ -163,8 +166,17 @@ def test_only_hopper_gpus_use_flash_attention_3(capability, installed, used, mon
         assert found is None
         return
     offsets = torch.tensor([0, 2], dtype=torch.int32)
-    assert found(query, query, query, varlen_attention.Bounds(offsets, offsets, 2, 2), None, None) is query
+    assert found(query, query, query, varlen_attention.Bounds(offsets, offsets, 2, 2), 0.1, 4) is query
     assert calls == [used]
+
+
+def test_a_kernel_that_does_not_load_is_left_out_with_a_warning(monkeypatch, caplog):
+    def broken(name):
+        raise OSError(f"{name}: undefined symbol")
+
+    monkeypatch.setattr(varlen_attention.importlib, "import_module", broken)
+    assert varlen_attention.kernel((9, 0)) is None
+    assert caplog.messages[0].startswith("the attention kernel of flash_attn_interface does not load (flash_attn_inter")
 
 
 def test_a_torch_that_is_too_old_has_no_kernel():

@@ -705,8 +705,8 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     Raises:
         ConfigError: The model's weights are incomplete, or vLLM does not start with the model's weights. `make` checks
             that the weights are complete, because vLLM does not report a missing layer. ConfigError is also raised if
-            `actor.router_replay` is "engine" and this process has no GPU, or if `rollout.vllm.adapters` is "separate"
-            and vLLM cannot apply the adapters beside the base weights.
+            `actor.router_replay` is "engine" and this process has no GPU, if `rollout.vllm.adapters` is "separate" and
+            vLLM cannot apply the adapters beside the base weights, or if vLLM cannot quantize the model's weights.
     """
     record = config.actor.router_replay == "engine"
     if record and not torch.cuda.is_available():

@@ -48,6 +48,11 @@ class Expert:
     matrices: dict[str, str]
 
 
+def has_quantized_experts(layer: nn.Module) -> bool:
+    """Return whether a layer holds experts whose weights vLLM quantizes."""
+    return isinstance(layer, RoutedExperts) and isinstance(layer.quant_method, OnlineMoEMethodBase)
+
+
 class ExpertChecks:
     """Checks of all experts of a model in one weight sync.
 
@@ -99,7 +104,7 @@ class ExpertChecks:
 
     def quantized(self) -> set[str]:
         """Return the names of the experts whose weights vLLM quantizes."""
-        return {one.name for one in self.experts if isinstance(one.layer.quant_method, OnlineMoEMethodBase)}
+        return {one.name for one in self.experts if has_quantized_experts(one.layer)}
 
     def probes(self, products: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return `products`, where the expected output of each expert replaces the products of its matrices G and U."""

@@ -34,12 +34,13 @@ from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
 
 from rltrain.base.errors import SyncError, described
 from rltrain.data.model_weights import skeleton
 from workers.models.checkpoint_form import in_checkpoint_form, products_in_checkpoint_form
 from workers.rollout.engines.vllm import adapters
-from workers.rollout.engines.vllm.experts import ExpertChecks
+from workers.rollout.engines.vllm.experts import ExpertChecks, has_quantized_experts
 from workers.rollout.engines.vllm.names import checkpoint_names, named_layers, output_heads, vllm_name
 from workers.sync.adapters import Adapters
 from workers.sync.buckets import Bucket, tensors_of, verify
@@ -433,10 +434,10 @@ def quantized_weights(model: nn.Module) -> set[str]:
 def quantization_problem(model: nn.Module) -> str:
     """Return why vLLM cannot generate with the quantized weights of a model; "" if it can."""
     layers = quantized_layers(model)
-    if not layers and not ExpertChecks(model).quantized():
+    if not layers and not any(map(has_quantized_experts, model.modules())):
         return "vLLM quantizes no layer of this model"
     biased = [name for name, layer in layers if getattr(layer, "bias", None) is not None]
-    if biased and next(model.parameters()).device.type == "cpu":
+    if biased and current_platform.is_cpu():
         return f"on CPUs, vLLM cannot add the bias of the quantized layer {biased[0]}"
     return ""
 
