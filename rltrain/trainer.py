@@ -506,7 +506,7 @@ class Trainer:
         limit = self.config.rollout.max_log_prob_gap
         if first and not gap <= limit:
             quantization = self.config.rollout.quantization
-            advice = "check model.dtype" if quantization is None else f"{quantization} weights cause a part of the gap"
+            advice = "check model.dtype" if quantization is None else "use rollout.vllm.quantization=null"
             raise LogProbError(
                 f"engine and actor disagree by {gap:.3g} nats per token on average, above "
                 f"rollout.max_log_prob_gap={limit:g}: the engine samples from a different distribution than the one "

@@ -95,14 +95,14 @@ class Alarms:
         return (
             f"the log-probs of engine and actor differ by {gap:.3g} nats per token, above "
             f"rollout.max_log_prob_gap={limit:g}: the policy that samples is not the policy that is trained; keep "
-            f"rollout.verify_sync on, {self._way()}"
+            f"rollout.verify_sync on, and {self._way()}"
         )
 
     def _way(self) -> str:
         """Return what a user can do about a gap between the log-probs of engine and actor."""
         if self.config.rollout.quantization is not None:
-            return "use rollout.vllm.quantization=null, or raise the limit"
-        return "check model.dtype, or correct for the difference (algorithm=tis)"
+            return "either use rollout.vllm.quantization=null or raise the limit"
+        return "check model.dtype or correct for the difference (algorithm=tis)"
 
     def _entropy(self, metrics: Mapping[str, float]) -> str:
         """Return an alarm message if the entropy has collapsed, so that answers hardly differ; otherwise return ""."""

@@ -287,7 +287,7 @@ def _check_image_model(config: Config) -> None:
         kind in engine.image_models,
         f"{start} cannot be used with rollout.engine={config.rollout.engine} ({engine.title}); use rollout=hf",
     )
-    require(not needs_critic(config.algorithm), f"{start} cannot have a critic; use an algorithm without one")
+    require(not needs_critic(config.algorithm), f"{start} cannot have a critic; use algorithm=grpo")
     require(config.model.lora is None or kind != "llava", f"{start} cannot be adapted; use model.lora=null")
 
 

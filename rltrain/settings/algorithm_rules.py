@@ -234,7 +234,7 @@ def _check_quantization(config: Config) -> None:
         or (algorithm.old_log_probs == "rollout" and uses_ratio)
         or (algorithm.distillation.in_loss and algorithm.distillation.alone),
         f"rollout.vllm.quantization={quantization} with algorithm.correction.level=null: answers are sampled from the "
-        "distribution of the quantized weights, so they need importance weights; use algorithm.correction.level=token "
+        "distribution of the quantized weights, so they need importance weights; use algorithm.correction.level=auto "
         "algorithm.old_log_probs=actor",
     )
 

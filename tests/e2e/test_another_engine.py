@@ -33,7 +33,7 @@ def test_a_run_trains_with_an_engine_from_a_folder_of_its_own(tmp_path):
             ["actor.router_replay=engine"],
             "with rollout.engine=tests.e2e.my_engines.naive: naive sampler records no experts",
         ),
-        ([], "set rollout.engine_options={answers_at_once: NUMBER}"),
+        ([], "without its option: set 'rollout.engine_options={answers_at_once: NUMBER}'"),
         (["trainer.deterministic=true", "placement.rollout_replicas=2"], "with 2 naive sampler replicas: which"),
     ],
 )

@@ -28,7 +28,7 @@ def test_an_alarm_is_told_when_it_begins_and_again_only_after_it_had_stopped():
 def test_an_alarm_about_the_gap_of_a_quantized_engine_names_the_quantization():
     quantized = ["rollout=vllm", "model.dtype=bfloat16", "rollout.vllm.quantization=fp8_per_block"]
     ((told,),) = looks(alarms(*quantized), "rollout/log_prob_gap", [0.06])
-    assert told.endswith("keep rollout.verify_sync on, use rollout.vllm.quantization=null, or raise the limit")
+    assert told.endswith("verify_sync on, and either use rollout.vllm.quantization=null or raise the limit")
 
 
 def test_E1_the_gap_of_the_update_counts_where_the_actor_made_no_pass_of_its_own():

@@ -141,7 +141,7 @@ QUANTIZED = ["model.dtype=bfloat16", "rollout.vllm.quantization=fp8_per_block"]
         ),
         (
             [*QUANTIZED, "algorithm.loss_mode=reinforce", "algorithm.old_log_probs=rollout"],
-            "use algorithm.correction.level=token algorithm.old_log_probs=actor",
+            "use algorithm.correction.level=auto algorithm.old_log_probs=actor",
         ),
         (["data.train=no.jsonl"], "data.train=no.jsonl: no such file; check the path (relative paths start at "),
         (["data.val=no.jsonl"], "data.val=no.jsonl: no such file"),

@@ -13,7 +13,10 @@ def check(config: Config) -> None:
     require(not rollout.stop, "rollout.stop: the naive sampler knows no stop strings; use rollout.stop=[]")
     require(config.model.lora is None, "model.lora: the naive sampler cannot merge adapters; use model.lora=null")
     require(config.model.dtype == "float32", "model.dtype: the naive sampler computes only in float32")
-    require("answers_at_once" in rollout.engine_options, "set rollout.engine_options={answers_at_once: NUMBER}")
+    require(
+        "answers_at_once" in rollout.engine_options,
+        f"rollout.engine={rollout.engine} without its option: set 'rollout.engine_options={{answers_at_once: NUMBER}}'",
+    )
 
 
 DESCRIPTION = EngineDescription(
