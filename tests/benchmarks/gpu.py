@@ -180,6 +180,7 @@ def make_engine(path: str, longest: int) -> Any:
         top_p=1.0, top_k=0, stop=[],
         max_prompt_length=longest, max_response_length=GENERATED, max_concurrent_sequences=4 * SEQUENCES,
         keep_kv_cache=False,
+        quantization=None,
         vllm=SimpleNamespace(
             tensor_parallel_size=1, gpu_memory_utilization=ENGINE_SHARE, kv_cache_mb=64, arguments={}
         ),

@@ -112,8 +112,8 @@ def engine_arguments(
     }
     if takes_images(path):
         arguments["skip_tokenizer_init"] = False  # vLLM's processors of images need the tokenizer.
-    if config.vllm.quantization is not None:
-        arguments["quantization"] = config.vllm.quantization
+    if config.quantization is not None:
+        arguments["quantization"] = config.quantization
     if options.record_experts:
         arguments["enable_return_routed_experts"] = True
     if options.adapters is not None:
