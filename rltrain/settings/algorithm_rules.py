@@ -219,7 +219,7 @@ def _check_engine_log_probs(config: Config) -> None:
 
 
 def _check_quantization(config: Config) -> None:
-    """Raise ConfigError if the loss takes answers of a quantized engine for answers of the actor.
+    """Raise ConfigError if the loss would train on answers of a quantized engine without a correction.
 
     A quantized engine samples from another distribution than that of the trained weights.
     """

@@ -20,9 +20,9 @@ from rltrain.base.errors import SyncError
 # Largest accepted difference between the engine's and the trainer's outputs of a layer, relative to the largest
 # absolute output of that layer.
 RELATIVE_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}
-# The same for layers whose weights the engine quantizes. An fp8 number (e4m3) has 3 bits after the leading bit, so its
-# relative error is up to 1/16. Many kernels quantize the inputs too, and an expert is a product of three matrices.
-# Errors of up to 0.04 were seen with fp8 weights and bfloat16 inputs.
+# Largest accepted difference, as in `RELATIVE_ERROR`, for a layer whose weights the engine quantizes. An fp8 number
+# (e4m3) has 3 bits after the leading bit, so its relative error is up to 1/16. Many kernels quantize the inputs too,
+# and an expert is a product of three matrices. Errors of up to 0.04 were seen with fp8 weights and bfloat16 inputs.
 QUANTIZED_ERROR = 0.2
 
 
