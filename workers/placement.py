@@ -555,9 +555,9 @@ def spawner(
 def allocator_settings(config: Config) -> dict[str, str]:
     """Return the environment variables of PyTorch's allocator for a training rank with GPUs.
 
-    The micro-batches of a step differ in size, which fragments GPU memory. Expandable segments of memory avoid that.
-    They are not used with `device_handles`, where engines map the memory of the ranks: the two have not been tried
-    together.
+    The micro-batches of a step differ in size, which fragments GPU memory. PyTorch's expandable segments reduce the
+    fragmentation. Expandable segments are not used with the weight transport `device_handles`, because the two have not
+    been tried together.
     """
     mapped = config.rollout.weight_transport == "device_handles"
     return {} if mapped else {ALLOCATOR: "expandable_segments:True"}

@@ -87,7 +87,7 @@ def image_info(file: bytes) -> ImageInfo:
 
 
 def image_number(file: bytes) -> int:
-    """Return the number of an image: a hash of its file, from 1 to 2**63 - 1."""
+    """Return the number that identifies an image: a hash of the image's file, from 1 to 2**63 - 1."""
     digest = hashlib.blake2b(file, digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 1) or 1
 

@@ -148,9 +148,9 @@ class PromptSet(Sequence[Prompt]):
         return [ImageInfo(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
 
     def _with_images(self, index: int, short_ids: list[int], values: Sequence[Any]) -> tuple[list[int], PromptImages]:
-        """Return the token ids of a prompt with those of its images, and the images.
+        """Return a prompt's token ids, including the tokens of its images, and the prompt's images.
 
-        The files of the images are read again, and must be those with which the run began.
+        The images' files are read again. If a file has changed since the run began, ConfigError is raised.
         """
         assert self._placeholders is not None, "only models that take images have prompts with images"
         known, place = self._infos(index), self._rows.place(self._kept[index])

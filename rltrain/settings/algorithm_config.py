@@ -198,9 +198,10 @@ class CorrectionConfig:
     level: Literal["token", "sequence", "geometric"] | None = key(
         "Kind of importance weight of a token. token: the actor's probability of the token, divided by the engine's "
         "probability. sequence: the product of the token ratios in the row. geometric: the geometric mean of the token "
-        "ratios in the row. null: no weights. auto: null if algorithm.rejection or old_log_probs=rollout is used, or "
-        "if the loss has only a distillation term; otherwise `token` if trainer.max_staleness is above 0 or the engine "
-        "quantizes its weights, with an upper bound of 2 unless a bound is set; otherwise null.",
+        "ratios in the row. null: no weights. auto: `token` if trainer.max_staleness is above 0 or the engine "
+        "quantizes its weights, and null in other runs. If auto selects `token` and no bound is set, the upper bound "
+        "becomes 2. auto is always null with algorithm.rejection, with old_log_probs=rollout, and if the loss has only "
+        "a distillation term.",
         values="`token`, `sequence`, `geometric`, `auto` or `null`",
     )
     mode: Literal["truncate", "mask"] = key(

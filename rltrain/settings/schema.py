@@ -536,9 +536,9 @@ class VLLMConfig:
         Literal["fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only"] | None
     ) = key(
         "Format to which vLLM quantizes the weights of its linear layers and experts at each weight sync. Training "
-        "keeps the unquantized weights. int8_per_channel_weight_only quantizes only experts. Most runs then need a "
-        "rollout.max_log_prob_gap above its default. On CPUs, only fp8_per_block has been run; on GPUs, none has been "
-        "run yet. null: no quantization."
+        "keeps the unquantized weights. int8_per_channel_weight_only quantizes only experts. With quantized weights, "
+        "most runs need a higher rollout.max_log_prob_gap. fp8_per_block has been run on CPUs. The other formats have "
+        "not been run, and no format has been run on a GPU. null: vLLM does not quantize the weights."
     )
     arguments: dict[str, Any] = key(
         "Further engine arguments of vLLM, such as max_num_batched_tokens. An fp8 KV cache (kv_cache_dtype) has not "
@@ -763,7 +763,7 @@ class RolloutConfig:
 
     @property
     def quantization(self) -> str | None:
-        """The format to which the engine quantizes its weights, or None."""
+        """Format to which the engine quantizes its weights, such as "fp8_per_block"; None if it does not."""
         return None if self.vllm is None or self.engine != "vllm" else self.vllm.quantization
 
     @property

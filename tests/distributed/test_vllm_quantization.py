@@ -35,7 +35,7 @@ def model(request, tmp_path) -> Path:
 
 
 async def quantized_weights(engine: Role[RolloutWorker]) -> list[str]:
-    """Return the names of the engine's weights that are in fp8."""
+    """Return the names of the weights that the engine holds in fp8."""
 
     def weights(host):
         def read(worker):

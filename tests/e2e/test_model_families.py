@@ -11,7 +11,7 @@ from tests.attention_families import FAMILIES
 pytestmark = pytest.mark.slow
 WITH_VLLM = ["mistral", "olmo2", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "olmoe"]
 REPLAYED = ["qwen3_moe", "olmoe"]  # Model families that are trained with `actor.router_replay`.
-# vLLM has an implementation of Gemma 2, and runs OLMo 2 with that of transformers.
+# vLLM has its own implementation of Gemma 2, but runs OLMo 2 with the implementation of transformers.
 EVERY_DAY = {("qwen3_moe", "hf"), ("gemma2", "vllm"), ("olmo2", "vllm")}
 CASES = [
     pytest.param(*case, marks=[] if case in EVERY_DAY else pytest.mark.broad)

@@ -43,12 +43,12 @@ class Bounds:
     most_keys: int
 
 
-GPU = "cuda"  # Type of the devices for which there are kernels.
+GPU = "cuda"  # Attention kernels exist only for devices of this type.
 # Arguments of an attention kernel: queries (N, H, D), keys (M, K, D), values (M, K, D), bounds of the segments, the
 # scale or None, and the maximum number of keys to which a query attends or None. Result of an attention kernel:
 # attention output (N, H, D).
 Kernel = Callable[[Tensor, Tensor, Tensor, Bounds, float | None, int | None], Tensor]
-_resolved: dict[torch.device, Kernel | None] = {}  # For each GPU, the kernel that was found.
+_resolved: dict[torch.device, Kernel | None] = {}  # Maps a GPU to its attention kernel.
 
 
 def kernel_for(query: Tensor, value: Tensor) -> Kernel | None:
@@ -83,7 +83,7 @@ def kernel(capability: tuple[int, int]) -> Kernel | None:
             found = make(importlib.import_module(module))
         except (ImportError, AttributeError, NotImplementedError):
             continue
-        except (OSError, RuntimeError) as error:  # A kernel that was built for another version of torch does not load.
+        except (OSError, RuntimeError) as error:  # For example, it was built for another torch.
             logger.warning("the attention kernel of %s does not load (%s); another kernel is used", module, error)
             continue
         return found

@@ -101,7 +101,10 @@ def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing,
 # the compiler reads `.grad` of a tensor that is not a leaf, which causes the ignored warning
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_layer_that_finds_its_kernel_itself_is_compiled_without_a_graph_break(monkeypatch):
-    """On GPUs, a layer finds its attention kernel with `kernel_for`. The test lets `kernel_for` take CPU tensors."""
+    """A layer calls `kernel_for`, which finds the attention kernel for a GPU.
+
+    The test has no GPU, so it makes `kernel_for` accept tensors on the CPU.
+    """
     calls = []
 
     def varlen(q, k, v, query_offsets, key_offsets, most_queries, most_keys, **options):

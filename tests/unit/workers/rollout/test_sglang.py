@@ -110,7 +110,7 @@ def test_new_weights_are_used_and_named_in_later_answers(made, start):
     engine.engine.broken = "model.norm.weight"
     with pytest.raises(SyncError, match=r"SGLang could not load .* tensors, .* \(unknown parameter model\.norm"):
         load(engine, bucket)
-    # The next weight sync ends the session that the failed one has left open.
+    # After a failed weight sync, SGLang's weight update is still open. The next sync ends it first.
     engine.engine.broken = ""
     load(engine, bucket)
     assert not engine.engine.session

@@ -1,4 +1,4 @@
-"""Tests of how quantized layers of vLLM are found and refused. The layers are stand-ins without kernels."""
+"""Tests that vLLM's quantized layers are found, and that unsuitable models are refused. The layers are stand-ins."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ worker = pytest.importorskip("workers.rollout.engines.vllm.worker", reason="need
 
 
 class Quantized(worker.OnlineLinearBase):
-    """A method of quantization that computes nothing."""
+    """Stand-in for one of vLLM's methods of quantization."""
 
     def __init__(self):
         pass

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 VERSION = "0.5.23"
 GPU_SHARE = 0.5  # Default of the option `gpu_share`.
-# Arguments of `sglang.Engine` on which the engine depends, so that users cannot set them.
+# Arguments of `sglang.Engine` that only the engine itself may set.
 OWNED = (
     *("model_path", "trust_remote_code", "dtype", "skip_tokenizer_init", "context_length", "max_running_requests"),
     *("tp_size", "mem_fraction_static", "enable_memory_saver", "stream_interval", "incremental_streaming_output"),

@@ -148,7 +148,7 @@ class SGLangEngine:
         assert not self.busy, "the checks of the config refuse runs whose answers continue after a weight sync"
         self.reader, self.adapters = Reader(), Adapters(self.path)
         self._wake(WEIGHTS)
-        if self.updating:  # The last weight sync failed.
+        if self.updating:  # The last weight sync failed, so SGLang's weight update is still open.
             self._require(self.engine.end_weight_update(), "end the last weight update")
         self._require(self.engine.begin_weight_update(), "begin a weight update")
         self.updating = True
@@ -178,7 +178,7 @@ class SGLangEngine:
         """Make the engine use the new weights, and drop the keys and values of the old weights."""
         self.reader.close()
         if self.adapters.parts:
-            # An engine that has slept has lost all weights, so weights without an adapter are loaded again too.
+            # A sleeping engine loses all its weights, so the weights without an adapter are loaded again too.
             for tensor in self.adapters.merged(everything=self.sleeps):
                 self._load([tensor])
         self._require(self.engine.end_weight_update(), "end the weight update")
@@ -188,7 +188,7 @@ class SGLangEngine:
         self.version = version
 
     def _flush(self) -> None:
-        """Drop all keys and values, as soon as SGLang is idle."""
+        """Wait until SGLang is idle, and then empty its cache of keys and values."""
         result = self.loop.run_until_complete(self.engine.tokenizer_manager.flush_cache(timeout_s=FLUSH_S))
         if not result.success:
             raise SyncError(f"SGLang did not become idle within {FLUSH_S:g} s, so its caches could not be emptied")

@@ -51,7 +51,7 @@ from workers.sync.memory import Reader
 BACKEND = "rltrain"
 # Layers of vision encoders that compute with their weights as they are stored, without another memory layout.
 PLAIN = (nn.Embedding, ConvLayerBase)
-SCALE = "weight_scale"  # End of the names that vLLM gives to the scales of quantized experts, which no checkpoint has.
+SCALE = "weight_scale"  # End of the names of the scales that vLLM adds to quantized experts.
 EMBEDDING_ROWS = 2048  # Number of rows per lookup when the weights of an embedding are checked.
 
 
@@ -103,7 +103,8 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         The transfer engine opens no connection to the sender of the weights.
         """
-        # vLLM runs some models, such as OLMo 2, with transformers' classes, which then need vLLM's config.
+        # vLLM runs some models, such as OLMo 2, with transformers' classes. vLLM changes these classes so that a model
+        # can be built only while vLLM's config is set.
         with set_current_vllm_config(self.vllm_config):
             self.source = skeleton(str(self.model_config.model))
         self.reader = Reader()
@@ -411,13 +412,13 @@ def _named(name: str, kind: str, parts: Sequence[Tensor], fused: dict[str, list[
 
 
 def _part_names(name: str, fused: dict[str, list[str]]) -> list[str]:
-    """Return the checkpoint names of the layers that vLLM has fused into the layer `name`."""
+    """Return the names in the checkpoint of all layers that vLLM has joined into its one layer `name`."""
     parent, _, last = name.removesuffix(adapters.BASE).rpartition(".")
     return [f"{parent}.{part}" for part in fused.get(last, [last])]
 
 
 def quantized_layers(model: nn.Module) -> list[tuple[str, LinearBase]]:
-    """Return vLLM's names of the linear layers that vLLM quantizes, with the layers."""
+    """Return the linear layers that vLLM quantizes, as pairs (vLLM's name of the layer, layer)."""
     return [
         (name, module)
         for name, module in named_layers(model)
